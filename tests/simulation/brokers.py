@@ -20,6 +20,7 @@ OPEN, PLAIN, COMMITTED, ABORTED, CONTROL = "open", "plain", "committed", "aborte
 POISON = b":poison"
 """The end of a value that no topic takes."""
 _MARKER_SECONDS = 0.004
+_MOST_AHEAD_SECONDS = 3600.0  # `message.timestamp.after.max.ms`
 _MADE_BY_A_PRODUCER = 4  # partitions of a topic that a producer makes by writing to it, which brokers may allow
 Coordinated = tuple[str, str]
 """A group or a transaction, "group" or "transaction", with its ID."""
@@ -54,6 +55,7 @@ class Sent:
     sender: str = ""  # a process
     handed_over_at: float = 0.0
     until: float = float("inf")  # when its delivery timeout ends
+    clock_error: float = 0.0  # seconds by which its time stamp is ahead
 
 
 @dataclass(slots=True)
@@ -305,6 +307,9 @@ class Cluster:
             if code is not None:
                 respond((code, -1))
                 return
+        if any(each.clock_error > _MOST_AHEAD_SECONDS for each in records):
+            respond((KafkaError.INVALID_TIMESTAMP, -1))
+            return
         longest = self.longest.get(place[0])
         if longest is not None and sum(len(each.value or b"") for each in records) > longest:
             respond((KafkaError.MSG_SIZE_TOO_LARGE, -1))

@@ -28,7 +28,10 @@ _MOST_FETCHED = 200
 _CONSUMER_SOCKET_SECONDS = 10.0
 _FIND_SECONDS = 5.0
 _PASSING = (KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.NOT_ENOUGH_REPLICAS)
-_REFUSED = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD)
+_REFUSED = (
+    KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD,
+    KafkaError.INVALID_TIMESTAMP,
+)  # fmt: skip
 _FENCED = (KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 Place = tuple[str, int]
 
@@ -243,6 +246,7 @@ class _Outgoing:
     on_delivery: Callable[..., Any] | None
     at: float
     handed_over_at: float
+    clock_error: float
 
 
 @dataclass(slots=True, eq=False)
@@ -340,7 +344,7 @@ class Producer(Client):
             raise KafkaException(KafkaError(KafkaError._UNKNOWN_PARTITION, "there is no such partition"))
         number = partition if partition >= 0 else zlib.crc32(key or b"") % width
         lane = self._lanes.setdefault((topic, number), _Lane((topic, number)))
-        now = self.process.monotonic(), self.scheduler.now
+        now = self.process.monotonic(), self.scheduler.now, self.process.clock_error
         lane.waiting.append(_Outgoing(lane.place, key, value, headers, on_delivery, *now))
         self._unfinished += 1
         if not self._looks:
@@ -388,7 +392,10 @@ class Producer(Client):
             return
         sender = self.process.name
         records = [
-            Sent(each.key, each.value, each.headers, sender, each.handed_over_at, each.handed_over_at + self._timeout)
+            Sent(
+                each.key, each.value, each.headers, sender, each.handed_over_at, each.handed_over_at + self._timeout,
+                each.clock_error,
+            )  # fmt: skip
             for each in batch.messages
         ]
         sent = self._id, batch.producer, batch.epoch, batch.first, records
@@ -876,7 +883,8 @@ class Consumer(Client):
         for entry in entries:
             if entry.state == CONTROL or (entry.state == ABORTED and self._is_committed):
                 continue
-            self._messages.append(Message(place, entry.offset, entry.key, entry.value, entry.headers, entry.time))
+            time = entry.time + (entry.sent.clock_error if entry.sent is not None else 0.0)
+            self._messages.append(Message(place, entry.offset, entry.key, entry.value, entry.headers, time))
         self._places[place] = position
         self._ends[place] = limit
         pause = 0.0

@@ -30,11 +30,12 @@ from outbox_core.stores.interface import (
     lane_of,
     row_id,
 )
-from tests.simulation.network import LOST, Connection, Network, Server
+from tests.simulation.network import LOST, Connection, Network, Request, Server
 from tests.simulation.scheduling import Process, Scheduler, current
 from tests.simulation.threads import Event
 
 OUTBOX = "shop.public.outbox"
+_SILENT_SECONDS = 11.0  # after which keepalives and `tcp_user_timeout` give up a connection
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +46,7 @@ class Row:
     leader: UUID | None = None
     version: int = 0
     freed_at: float = -1.0
+    waits_since: float = 0.0  # when it was committed, or a hold of it released
     was_taken: bool = False  # from one leader by another, who may have marked it late, and cleared that
 
 
@@ -92,7 +94,7 @@ class Database:
     def commit(self, records: Sequence[StoredRecord]) -> None:
         """Make rows visible."""
         for record in records:
-            self.rows[record.id] = Row(record)
+            self.rows[record.id] = Row(record, waits_since=self.scheduler.now)
 
     def truncate(self) -> bool:
         """Empty the table and restart its ids; False while a writer is open, whose lock is in the way."""
@@ -109,6 +111,9 @@ class Database:
         for time in self.hold_times:
             if time.hold not in holds:
                 time.until = min(time.until, now)
+        for hold in self.holds:
+            for row in self.rows.values() if hold not in holds else ():
+                row.waits_since = now if covers(hold, row.record) else row.waits_since
         self.hold_times += [HoldTime(hold, now) for hold in holds if hold not in self.holds]
         self.holds = holds
         self.hold_version += 1
@@ -171,7 +176,7 @@ class Store:
 
         connection = self._connection
         request = self._network.send(connection, handle, lambda answer: (found.append(answer), event.set()))
-        self._process.after(30.0, lambda: None if request.is_over else self._network.break_connection(connection))
+        self._process.after(_SILENT_SECONDS, lambda: self._give_up(connection, request))
         if changes and self._database.late_changes and self._scheduler.random.random() < self._database.late_changes:
             self._network.break_connection(connection)
         event.wait()
@@ -179,6 +184,12 @@ class Store:
             self._connection = None
             raise StoreUnavailable("the connection is lost", in_doubt=True)
         return found[0][0]
+
+    def _give_up(self, connection: Connection, request: Request) -> None:
+        """Break a connection that passes nothing; one whose server stands still is alive."""
+        cut = self._network.cut.get((self._process, self._database.server))
+        if not request.is_over and not (cut is not None and cut.is_hung):
+            self._network.break_connection(connection)
 
     def _answer(self, respond: Callable[[], None]) -> None:
         """Send an answer, at once or late."""

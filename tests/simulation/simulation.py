@@ -32,6 +32,8 @@ from outbox_core.kafka.manifest import Manifest
 from outbox_core.stores.interface import NewHold, StoredRecord
 from tests.simulation import bounds, clients
 from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry, Sent
+from tests.simulation.illnesses import ILLNESSES, Illnesses
+from tests.simulation.liveness import Liveness
 from tests.simulation.network import LONGEST_DELAY_SECONDS, Cut, Network, Server
 from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store, covers
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
@@ -43,8 +45,6 @@ FAULTS = (
     "isolate", "reassign",
 )  # fmt: skip
 _TOPICS = {"orders": 2, "bills": 1}
-_QUIET_SECONDS = 30.0
-_DISTANCES_OF_A_RECORD = 10  # between two records of a key
 _MOST_QUIET_SECONDS = 300.0  # however many records are refused
 _LEASE_SECONDS = 5.0
 _TICK_SECONDS = 0.003
@@ -94,7 +94,9 @@ class Plan:
     changes_to: str = ""  # the delivery of all harvesters after half of the time
     fault_pause: float = 1.5  # between two faults, on average
     outage: float = 1.0  # by which the time is multiplied for which something is cut off, suspended or down
-    KINDS: ClassVar[tuple[str, ...]] = ("faults",)  # of what shrinking takes one away
+    illnesses: tuple[str, ...] = ()  # of one harvester alone, for minutes
+    illness_pause: float = 60.0  # between two of them, on average
+    KINDS: ClassVar[tuple[str, ...]] = ("faults", "illnesses")  # of what shrinking takes one away
     NUMBERS: ClassVar[tuple[str, ...]] = ("harvesters", "writers")  # which it makes smaller
 
     @classmethod
@@ -143,6 +145,21 @@ class Plan:
         outage = Random(self.seed).choice((1.0, 4.0, 12.0))
         rare = {"pause": self.pause * outage, "fault_pause": Plan.fault_pause * outage}
         return replace(self, harvesters=4, faults=(*self.faults, "expel"), outage=outage, seconds=60.0 * outage, **rare)
+
+    def lone(self) -> Plan:
+        """Return a plan with two or three harvesters, of which one or another is ill alone for minutes."""
+        random = Random(self.seed)
+        return replace(
+            self,
+            harvesters=random.choice((2, 2, 3)),
+            seconds=random.choice((200.0, 400.0)),
+            pause=max(self.pause, 1.0),
+            faults=tuple(fault for fault in self.faults if random.random() < 0.2),
+            fault_pause=60.0,
+            illnesses=tuple(each for each in ILLNESSES if random.random() < 0.5) or ILLNESSES[:1],
+            illness_pause=random.choice((60.0, 120.0)),
+            poison=0.0,
+        )
 
     def smaller(self) -> Iterator[Self]:
         """Return plans that have one part less than this one."""
@@ -268,6 +285,7 @@ class Node(ProcessPlace):
     def __init__(self, simulation: Simulation, number: int) -> None:
         super().__init__(simulation, f"harvester-{number}")
         self.harvester: Harvester | None = None
+        self.is_stopping = False
 
     @cached_property
     def leader_topic(self) -> str:
@@ -275,7 +293,7 @@ class Node(ProcessPlace):
         return str(self.simulation.config(self.name).leader_names(OUTBOX).topic)
 
     def start(self) -> None:
-        self.harvester = None
+        self.harvester, self.is_stopping = None, False
         super().start()
 
     def crash(self) -> None:
@@ -322,6 +340,7 @@ class Node(ProcessPlace):
         harvester, process = self.harvester, self.process
         if harvester is None or process is None or process.is_suspended:
             return
+        self.is_stopping = True
         process.spawn(lambda: self._stop(harvester, process), "stop")
 
     def _stop(self, harvester: Harvester, process: Process) -> None:
@@ -475,7 +494,6 @@ class Simulation:
         self.skipped: set[str] = set()  # by an operator
         self.truncated: set[str] = set()
         self._outdated_holds: set[NewHold] = set()  # of truncated rows
-        self._last_fault_at = 0.0
         self.is_writing = self.is_faulty = True
         self.is_over = False
         self.faults = 0
@@ -485,6 +503,9 @@ class Simulation:
         self._resumed: dict[str, list[float]] = {}  # times, by process
         self._leading: set[Process] = set()  # at the last look
         self.nodes = [Node(self, number) for number in range(plan.harvesters)]
+        self.outbox = OUTBOX
+        self.liveness = Liveness(self)
+        self._illnesses = Illnesses(self)
         self._writers = [Writer(self, number) for number in range(plan.writers)]
 
     def config(self, name: str) -> HarvestConfig:
@@ -527,6 +548,7 @@ class Simulation:
         for writer in self._writers:
             self.scheduler.after(1.0, writer.begin)
         self.scheduler.after(3.0, self._next_fault)
+        self.scheduler.after(12.0, self._next_illness)
         self._watch()
         if self.plan.poison:
             self._skip_held()
@@ -605,7 +627,6 @@ class Simulation:
                 row.version += 1
                 del rows[row.record.id]
                 self.skipped.add(str(row.record.value, "utf-8"))
-                self._last_fault_at = self.scheduler.now
             elif row is not None and hold in self._outdated_holds:
                 self.seen["held for a row that is gone"] += 1  # its id has come back
             elif row is not None:
@@ -629,25 +650,22 @@ class Simulation:
         return not self.database.rows and not self.database.writers and not is_open
 
     def _run_until_quiet(self) -> None:
-        """Run until nothing waits, or something has waited for too long since the last fault.
+        """Run until nothing waits, and no transaction is open."""
+        self._run_for(_MOST_QUIET_SECONDS, until_done=True)
 
-        A late request is a fault when it arrives, and a refused record when it was found and an operator deletes it.
-        Records of a key are published one after the other, each with some round trips to the database.
-        """
-        lanes = Counter(record.key for record in (row.record for row in self.database.rows.values()) if record.key)
-        distance = self.plan.latency * self.plan.database_distance
-        quiet = _QUIET_SECONDS + max(lanes.values(), default=0) * distance * _DISTANCES_OF_A_RECORD
-
-        def stop() -> bool:
-            last_fault_at = max(self._last_fault_at, self.network.delivered_late_at)
-            return bool(self.problem) or self._is_done or self.scheduler.now > last_fault_at + quiet
-
-        if not self.problem:
-            self.scheduler.run(self.scheduler.now + _MOST_QUIET_SECONDS, stop)
+    @property
+    def is_disturbed(self) -> bool:
+        """True while something fails for all harvesters."""
+        servers = [*self.cluster.brokers, self.database.server]
+        is_refusing = self.plan.poison > 0 and any(
+            POISON in (row.record.value or b"") for row in self.database.rows.values()
+        )
+        return is_refusing or not all(server.is_up for server in servers)
 
     def _watch(self) -> None:
         self.check_leases()  # and at each change of leadership
         bounds.check(self)
+        self.liveness.watch()
         self.scheduler.after(0.25 if self.plan.is_quiet else 0.05, self._watch)
 
     def check_leases(self) -> None:
@@ -714,6 +732,12 @@ class Simulation:
             getattr(self, f"_fault_{kind}")(random)
         self.scheduler.after(random.expovariate(1 / self.plan.fault_pause), self._next_fault)
 
+    def _next_illness(self) -> None:
+        if self.is_faulty and self.plan.illnesses:
+            if self.may_fault():
+                self._illnesses.begin(self.scheduler.random.choice(self.plan.illnesses))
+            self.scheduler.after(self.scheduler.random.expovariate(1 / self.plan.illness_pause), self._next_illness)
+
     def _any_server(self, random: Random) -> Server:
         return random.choice([*self.cluster.brokers, self.database.server])
 
@@ -724,6 +748,7 @@ class Simulation:
     def _fault_break(self, random: Random) -> None:
         server, share = self._any_server(random), random.choice((0.3, 1.0))
         self.scheduler.note("connections to %s break", server.name)
+        self.liveness.disturb()
         self.network.break_some(lambda connection: connection.server is server, share)
 
     def _fault_cut(self, random: Random) -> None:
@@ -739,23 +764,31 @@ class Simulation:
                 self._cut(node.process, broker, seconds)
 
     def _cut(self, process: Process, server: Server | None = None, seconds: float | None = None) -> None:
-        random = self.scheduler.random
-        server = server or random.choice(self.cluster.brokers)
+        server = server or self.scheduler.random.choice(self.cluster.brokers)
         self.scheduler.note("%s is cut off from %s", process.name, server.name)
-        self.network.sever(process, server, Cut())
-        breaks = random.random() < 0.7
+        self.sever(process, server, Cut(), seconds or _cut_seconds(self.scheduler.random) * self.plan.outage)
+
+    def sever(self, process: Process, server: Server, cut: Cut, seconds: float) -> None:
+        """Put a fault on a link for a while, unless it has one."""
+        breaks = self.scheduler.random.random() < 0.7
+        if (process, server) in self.network.cut:
+            return
+        self.network.sever(process, server, cut)
 
         def mend() -> None:
-            if (process, server) not in self.network.cut:
+            if self.network.cut.get((process, server)) is not cut:
                 return
             self.scheduler.note("%s reaches %s again", process.name, server.name)
-            if breaks:
+            if breaks and not cut.is_hung:
                 self.network.break_some(lambda each: each.process is process and each.server is server)
             self.network.mend(process, server)
 
-        self.scheduler.after(_cut_seconds(random) * self.plan.outage if seconds is None else seconds, mend)
+        self.scheduler.after(seconds, mend)
 
     def _break(self, process: Process) -> None:
+        for node in self.nodes:
+            if node.process is process:
+                self.liveness.fell_ill(node)
         self.network.break_some(lambda connection: connection.process is process)
 
     def _fault_crash(self, random: Random) -> None:
@@ -783,6 +816,7 @@ class Simulation:
     def _fault_move(self, random: Random) -> None:
         del random
         self.scheduler.note("all partitions get other leaders")
+        self.liveness.disturb()
         self.cluster.move_leaders()
 
     def _fault_suspend(self, random: Random) -> None:
@@ -804,6 +838,10 @@ class Simulation:
 
     def _suspend(self, process: Process) -> None:
         random = self.scheduler.random
+        self.suspend(process, random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()) * self.plan.outage)
+
+    def suspend(self, process: Process, seconds: float) -> None:
+        """Stop all steps of a process for a while."""
         if process.is_suspended or process.is_dead:
             return
         self.seen["suspended"] += 1
@@ -815,7 +853,7 @@ class Simulation:
                 self.scheduler.note("%s goes on", process.name)
                 self._resume(process)
 
-        self.scheduler.after(random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()) * self.plan.outage, resume)
+        self.scheduler.after(seconds, resume)
 
     def _resume(self, process: Process) -> None:
         self._resumed.setdefault(process.name, []).append(self.scheduler.now)
@@ -823,6 +861,7 @@ class Simulation:
 
     def _fault_reassign(self, random: Random) -> None:
         self.scheduler.note("the group gives its partition to another member")
+        self.liveness.disturb()
         self.cluster.reassign()
         for process in sorted(self._leading, key=lambda each: each.name):
             if random.random() < 0.5:
@@ -831,6 +870,7 @@ class Simulation:
 
     def _fault_expel(self, random: Random) -> None:
         self.scheduler.note("the group removes its owner, whose connections break")
+        self.liveness.disturb()
         self.cluster.expel()
         for process in sorted(self._leading, key=lambda each: each.name):
             self.scheduler.after(random.random() * _SESSION_SECONDS / 10, lambda process=process: self._break(process))
@@ -846,6 +886,7 @@ class Simulation:
         tokens = {str(row.record.value, "utf-8") for row in self.database.rows.values()}
         if random.random() < 0.3 and self.database.truncate():
             self.seen["truncated"] += 1
+            self.liveness.disturb()
             self.truncated |= tokens
             self._outdated_holds.update(self.database.holds)
             self.scheduler.note("TRUNCATE ... RESTART IDENTITY of %d rows", len(tokens))
@@ -877,7 +918,7 @@ class Simulation:
     def _mend(self) -> None:
         self.scheduler.note("everything is mended")
         self.is_faulty = False
-        self._last_fault_at = self.scheduler.now
+        self.liveness.disturb()
         self.network.late_ends = self.network.late_produces = 0.0
         self.database.late_changes = self.database.slow_answers = 0.0
         self.database.set_holds([])
@@ -890,6 +931,8 @@ class Simulation:
         for number in range(len(self.cluster.brokers)):
             self.cluster.restart(number)
         for node in self.nodes:
+            if node.process is not None:
+                node.process.clock_error = 0.0
             if node.process is not None and node.process.is_suspended:
                 self._resume(node.process)
             if not node.is_up:
@@ -901,7 +944,7 @@ class Simulation:
         self.seen["late request"] += self.network.delivered_late
         left = sorted(str(row.record.value, "utf-8") for row in self.database.rows.values())
         if left:
-            self.broken(f"{len(left)} rows still wait {_QUIET_SECONDS:g} s or more after the last fault: {left[:5]}")
+            self.broken(f"{len(left)} rows still wait {_MOST_QUIET_SECONDS:g} s after the last fault: {left[:5]}")
         counts: Counter[str] = Counter()
         for topic in _TOPICS:
             for partition in self.cluster.topics[topic]:

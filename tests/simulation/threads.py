@@ -252,6 +252,10 @@ def _monotonic() -> float:
     return current().process.monotonic()
 
 
+def _wall_clock() -> float:
+    return current().process.wall_clock()
+
+
 def _clock_gettime(clock: int) -> float:
     process = current().process
     return process.monotonic() if clock == time.CLOCK_MONOTONIC else process.boottime()
@@ -262,8 +266,8 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
     """Run the product in the simulated world: its threads are tasks, its clocks those of their process."""
     times = SimpleNamespace(
         monotonic=_monotonic,
-        time=scheduler.wall_clock,
-        time_ns=lambda: int(scheduler.wall_clock() * 1_000_000) * 1000,
+        time=_wall_clock,
+        time_ns=lambda: int(_wall_clock() * 1_000_000) * 1000,
         perf_counter=_monotonic,
         thread_time=lambda: 0.0,
         sleep=_sleep,
@@ -280,7 +284,7 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
     places: dict[int, object] = {
         id(time): times,
         id(time.monotonic): _monotonic,
-        id(time.time): scheduler.wall_clock,
+        id(time.time): _wall_clock,
         id(time.sleep): _sleep,
         id(threading): threads,
         id(threading.Event): Event,
