@@ -21,7 +21,6 @@ POISON = b":poison"
 """The end of a value that no topic takes."""
 _MARKER_SECONDS = 0.004
 _MOST_AHEAD_SECONDS = 3600.0  # `message.timestamp.after.max.ms`
-_MADE_BY_A_PRODUCER = 4  # partitions of a topic that a producer makes by writing to it, which brokers may allow
 Coordinated = tuple[str, str]
 """A group or a transaction, "group" or "transaction", with its ID."""
 
@@ -230,6 +229,17 @@ class Cluster:
             self.longest[topic] = int(settings["max.message.bytes"])
         self.settings[topic] = {"cleanup.policy": "delete", "max.message.bytes": "1048588", **settings}
         return True
+
+    def widen(self, topic: str) -> None:
+        """Give a topic another partition."""
+        partitions = self.topics[topic]
+        up = [number for number, broker in enumerate(self.brokers) if broker.is_up] or [0]
+        partitions.append(Partition(topic, len(partitions), self.scheduler.random.choice(up)))
+
+    def delete(self, topic: str) -> None:
+        """Delete a topic, with all that is in it."""
+        del self.topics[topic], self.settings[topic]
+        self.longest.pop(topic, None)
 
     def crash(self, number: int) -> None:
         """Stop a broker. What it leads moves after a while."""

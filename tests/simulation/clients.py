@@ -854,6 +854,8 @@ class Consumer(Client):
 
     def _read(self, partition: Partition, position: int, respond: Respond, wait_until: float, broker: int) -> None:
         limit = self._limit(partition)
+        if position > partition.end:  # of a topic that was made anew
+            position = OFFSET_END if self.settings.get("auto.offset.reset", "latest") == "latest" else 0
         start = limit if position == OFFSET_END else max(0, position)
         if partition.leader != broker:
             respond(None)

@@ -44,7 +44,7 @@ class Cut:
     is_hung: bool = False  # the network is well, and the server stands still
     spares_new: bool = False  # the server does so for connections of before alone
     since: float = 0.0
-    left: list[Request] = field(default_factory=list)  # which the server does once it goes on, though nobody waits
+    left: list[tuple[Connection, Request]] = field(default_factory=list)  # done once it goes on, though nobody waits
 
     def holds_request(self, connection: Connection) -> bool:
         """Tell whether a request waits on its way."""
@@ -77,6 +77,7 @@ class Server:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_up = True
+        self.began_at = 0.0  # what was sent before is lost
         self.distance = 1.0  # by which the network's latency is multiplied
 
 
@@ -166,17 +167,17 @@ class Network:
         cut = self.cut.get((connection.process, connection.server))
         for request in list(connection.open_requests):
             if cut is not None and cut.is_hung and cut.holds_request(connection) and not request.has_arrived:
-                cut.left.append(request)
+                cut.left.append((connection, request))
             elif not request.has_arrived and self.scheduler.random.random() < self.late:
                 self._deliver_late(connection, request)
             self._lose(connection, request)
 
     def _deliver_late(self, connection: Connection, request: Request) -> None:
         late_by = self.scheduler.random.choice((0.3, 1.0, self.longest_late)) * self.scheduler.random.random()
-        self._after(late_by, lambda: self._arrive_late(connection.server, request))
+        self._after(late_by, lambda: self._arrive_late(connection, request))
 
-    def _arrive_late(self, server: Server, request: Request) -> None:
-        if server.is_up:
+    def _arrive_late(self, connection: Connection, request: Request) -> None:
+        if connection.server.is_up and connection.opened_at >= connection.server.began_at:
             self.delivered_late += 1
             self.delivered_late_at = self.scheduler.now
             request.has_arrived = True
@@ -207,8 +208,8 @@ class Network:
     def mend(self, process: Process, server: Server) -> None:
         """Let a link pass again: what was held on a connection that still stands goes on."""
         cut = self.cut.pop((process, server), None)
-        for request in cut.left if cut is not None else ():
-            self._arrive_late(server, request)
+        for connection, request in cut.left if cut is not None else ():
+            self._arrive_late(connection, request)
         for connection in self._connections:
             if connection.process is process and connection.server is server and not connection.is_broken:
                 for request in list(connection.open_requests):

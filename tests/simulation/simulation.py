@@ -35,14 +35,14 @@ from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster,
 from tests.simulation.illnesses import ILLNESSES, Illnesses
 from tests.simulation.liveness import Liveness
 from tests.simulation.network import LONGEST_DELAY_SECONDS, Cut, Network, Server
-from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store, covers
+from tests.simulation.postgres import OUTBOX, Database, HoldTime, Standby, Store, covers
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
 from tests.simulation.threads import Event, patched
 
 MODES = ("exactly-once", "at-least-once")
 FAULTS = (
     "break", "cut", "crash", "at a step", "broker", "move", "suspend", "database", "truncate", "restart", "hold",
-    "isolate", "reassign",
+    "isolate", "reassign", "expire", "hide", "widen", "fail over", "leader topic",
 )  # fmt: skip
 _TOPICS = {"orders": 2, "bills": 1}
 _MOST_QUIET_SECONDS = 300.0  # however many records are refused
@@ -50,6 +50,9 @@ _LEASE_SECONDS = 5.0
 _TICK_SECONDS = 0.003
 _LOOK_SECONDS = 0.002
 _MOST_PROBLEMS = 4
+_MIXED_SHARE = 0.3  # of the plans with four harvesters
+_WIDEST = 4  # partitions
+_MADE_BY_A_PRODUCER = (1, 4)  # partitions of a topic that is made by writing to it, as brokers allow by default
 _WAKE_SECONDS = 0.05  # the longest until a thread that is ready runs
 _SLOWEST_ANSWER = 10.0  # in multiples of the latency
 _SLACK_SECONDS = 0.01  # of clocks that drift
@@ -91,6 +94,7 @@ class Plan:
     slow: float = 0.003  # the share of messages that the network delays by up to 0.2 s
     foreign: bool = False  # at first the tracking topic holds the manifest of another outbox
     neighbour: bool = False  # another producer has transactions on the tracking topic, too, which it aborts
+    is_mixed: bool = False  # every other harvester has the other delivery, and larger batches
     changes_to: str = ""  # the delivery of all harvesters after half of the time
     fault_pause: float = 1.5  # between two faults, on average
     outage: float = 1.0  # by which the time is multiplied for which something is cut off, suspended or down
@@ -144,7 +148,15 @@ class Plan:
         """Return a plan of the same kinds of faults with four harvesters, and outages that may be long."""
         outage = Random(self.seed).choice((1.0, 4.0, 12.0))
         rare = {"pause": self.pause * outage, "fault_pause": Plan.fault_pause * outage}
-        return replace(self, harvesters=4, faults=(*self.faults, "expel"), outage=outage, seconds=60.0 * outage, **rare)
+        return replace(
+            self,
+            harvesters=4,
+            faults=(*self.faults, "expel"),
+            outage=outage,
+            seconds=60.0 * outage,
+            is_mixed=Random(-self.seed).random() < _MIXED_SHARE,
+            **rare,
+        )
 
     def lone(self) -> Plan:
         """Return a plan with two or three harvesters, of which one or another is ill alone for minutes."""
@@ -445,15 +457,15 @@ class Writer:
 
     def _end(self, name: str, records: list[StoredRecord]) -> None:
         simulation, random = self._simulation, self._random
-        simulation.database.writers.discard(name)
         tokens = [str(record.value, "utf-8") for record in records if isinstance(record.value, bytes)]
-        if random.random() < 0.1:
+        if random.random() < 0.1 or name not in simulation.database.writers:
             simulation.seen["rolled back"] += 1
             simulation.rolled_back.update(tokens)
         else:
             simulation.database.commit(records)
             simulation.committed.update(tokens)
             simulation.records.update(zip(tokens, records, strict=True))
+        simulation.database.writers.discard(name)
         simulation.scheduler.after(random.expovariate(1 / simulation.plan.pause), self.begin)
 
 
@@ -471,7 +483,7 @@ class Simulation:
 
     def __init__(self, plan: Plan, *, trace: int = 0) -> None:
         self.plan = plan
-        self.mode = plan.mode
+        self.mode = "at-least-once" if plan.is_mixed else plan.mode
         self.scheduler = Scheduler(plan.seed)
         self.seen: Counter[str] = Counter()
         if trace:
@@ -493,6 +505,8 @@ class Simulation:
         self.rolled_back: set[str] = set()
         self.skipped: set[str] = set()  # by an operator
         self.truncated: set[str] = set()
+        self.lost: set[str] = set()  # by the database, in a failover
+        self.revived: set[str] = set()  # by it
         self._outdated_holds: set[NewHold] = set()  # of truncated rows
         self.is_writing = self.is_faulty = True
         self.is_over = False
@@ -500,6 +514,7 @@ class Simulation:
         self.problem = ""
         self._problems = 0
         self._elections: dict[str, _Election] = {}
+        self._leases_end_at = 0.0  # of those that rest on a leader topic that is gone
         self._resumed: dict[str, list[float]] = {}  # times, by process
         self._leading: set[Process] = set()  # at the last look
         self.nodes = [Node(self, number) for number in range(plan.harvesters)]
@@ -510,6 +525,7 @@ class Simulation:
 
     def config(self, name: str) -> HarvestConfig:
         """Return a harvester's configuration: small batches, so that much happens in a short time."""
+        is_other = self.plan.is_mixed and int(name.rpartition("-")[2]) % 2 == 1
         return HarvestConfig(
             base_kafka_config={
                 "bootstrap.servers": "simulated:9092",
@@ -517,9 +533,9 @@ class Simulation:
             },
             data_source="postgresql://simulated/shop",
             name=name,
-            delivery=self.mode,
+            delivery="exactly-once" if is_other else self.mode,
             limits=Limits(
-                mark_query_records=20,
+                mark_query_records=35 if is_other else 20,
                 max_in_flight_records=60,
                 lane_capacity=8,
                 transaction_timeout=timedelta(seconds=10),
@@ -660,7 +676,7 @@ class Simulation:
         is_refusing = self.plan.poison > 0 and any(
             POISON in (row.record.value or b"") for row in self.database.rows.values()
         )
-        return is_refusing or not all(server.is_up for server in servers)
+        return is_refusing or bool(self.database.hidden) or not all(server.is_up for server in servers)
 
     def _watch(self) -> None:
         self.check_leases()  # and at each change of leadership
@@ -677,7 +693,8 @@ class Simulation:
             if left > _LEASE_SECONDS + 0.001:
                 self.broken(f"the lease of {node.name} lasts for {left:g} s more")
             renewed_at = self.scheduler.now + left - _LEASE_SECONDS
-            self._check_claims(node, renewed_at)
+            if self.scheduler.now > self._leases_end_at:
+                self._check_claims(node, renewed_at)
             if node.process is not None and renewed_at > heard.get(node.process.name, 0.0) + _SESSION_SECONDS:
                 self.seen["cut off from the group alone"] += 1
         if len(leases) > 1:
@@ -705,7 +722,7 @@ class Simulation:
     def _election_of(self, node: Node) -> _Election:
         """Return the signals on a harvester's leader topic."""
         election = self._elections.setdefault(node.leader_topic, _Election())
-        log = self.cluster.topics[node.leader_topic][0].log
+        log = self.cluster.topics[node.leader_topic][0].log if node.leader_topic in self.cluster.topics else []
         for entry in log[election.read :]:
             match decode(entry.value):
                 case Claim():
@@ -729,7 +746,7 @@ class Simulation:
         kinds = [fault for fault in self.plan.faults if fault != "at a step"]
         if kinds and self.may_fault():
             kind = random.choice(kinds)
-            getattr(self, f"_fault_{kind}")(random)
+            getattr(self, f"_fault_{kind.replace(' ', '_')}")(random)
         self.scheduler.after(random.expovariate(1 / self.plan.fault_pause), self._next_fault)
 
     def _next_illness(self) -> None:
@@ -891,6 +908,53 @@ class Simulation:
             self._outdated_holds.update(self.database.holds)
             self.scheduler.note("TRUNCATE ... RESTART IDENTITY of %d rows", len(tokens))
 
+    def _fault_expire(self, random: Random) -> None:
+        seconds = random.choice((0.3, 3.0))
+        self.scheduler.note("transactional.ids and producers that were idle for %g s expire", seconds)
+        self.seen["producers expire"] += 1
+        self.liveness.disturb()
+        self.cluster.expire(seconds)
+
+    def _fault_hide(self, random: Random) -> None:
+        hidden = random.choice(({"rows"}, {"rows"}, {"holds"}, {"rows", "holds"}))
+        self.scheduler.note("a policy hides %s", " and ".join(sorted(hidden)))
+        self.seen["rows or holds hidden"] += 1
+        self.database.hidden |= hidden
+        seconds = random.choice((0.3, 2.0, 9.0)) * random.random() * self.plan.outage
+        self.scheduler.after(seconds, self.database.hidden.clear)
+
+    def _fault_widen(self, random: Random) -> None:
+        topic = random.choice(sorted(_TOPICS))
+        if len(self.cluster.topics[topic]) < _WIDEST:
+            self.scheduler.note("%s gets another partition", topic)
+            self.seen["topic widened"] += 1
+            self.cluster.widen(topic)
+
+    def _fault_fail_over(self, random: Random) -> None:
+        standby = self.database.standby()
+        self.scheduler.after(random.choice((0.0, 0.1, 0.5)) * random.random(), lambda: self._fail_over(standby))
+
+    def _fail_over(self, standby: Standby) -> None:
+        lost, revived = self.database.promote(standby)
+        self.scheduler.note("a standby is promoted: %d rows are lost, %d come back", len(lost), len(revived))
+        self.seen["failover with lost or revived rows"] += bool(lost or revived)
+        self.lost.update(map(_token, lost))
+        self.revived.update(map(_token, revived))
+        self._fault_database(self.scheduler.random)
+
+    def _fault_leader_topic(self, random: Random) -> None:
+        topic = self.nodes[0].leader_topic
+        if topic not in self.cluster.topics:
+            return
+        self.scheduler.note("the leader topic is deleted")
+        self.seen["leader topic deleted"] += 1
+        self.liveness.disturb()
+        self.cluster.delete(topic)
+        self._elections.pop(topic, None)
+        self._leases_end_at = self.scheduler.now + _LEASE_SECONDS
+        width = random.choice(_MADE_BY_A_PRODUCER)
+        self.scheduler.after(random.random(), lambda: self.cluster.create(topic, width, {}))
+
     def _fault_restart(self, random: Random) -> None:
         node = self._up_node(random)
         if node is not None:
@@ -923,6 +987,7 @@ class Simulation:
         self.database.late_changes = self.database.slow_answers = 0.0
         self.database.set_holds([])
         self.database.server.is_up = True
+        self.database.hidden.clear()
         for process, server in list(self.network.cut):
             self.network.break_some(
                 lambda each, process=process, server=server: each.process is process and each.server is server
@@ -967,7 +1032,7 @@ class Simulation:
         misplaced = []
         for entry in published:
             token = (entry.value or b"").decode()
-            if entry.key is None:
+            if entry.key is None or token in self.revived:
                 continue
             number, before = int(token.partition(":")[2]), last.get(entry.key, 0)
             if entry.is_overdue and self.mode == "at-least-once":
@@ -1002,13 +1067,17 @@ class Simulation:
         invented = self.rolled_back & counts.keys()
         if invented:
             self.broken(f"published, and never committed: {sorted(invented)[:5]}")
-        lost = self.committed - counts.keys() - self.truncated - self.skipped - left
+        lost = self.committed - counts.keys() - self.truncated - self.skipped - self.lost - left
         if lost:
             self.broken(f"lost: {sorted(lost)[:5]} ({len(lost)} of {len(self.committed)})")
-        repeated = sorted(token for token, count in counts.items() if count > 1)
+        repeated = sorted(token for token, count in counts.items() if count > 1 and token not in self.revived)
         self.seen["repeated"] += len(repeated)
         if repeated and self.mode == "exactly-once":
             self.broken(f"repeated: {repeated[:5]} ({len(repeated)})")
+
+
+def _token(record: StoredRecord) -> str:
+    return str(record.value, "utf-8")
 
 
 @contextmanager
