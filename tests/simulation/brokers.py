@@ -520,6 +520,16 @@ class Cluster:
             self._expire_later(group, group.members[name])
             respond(KafkaError.REBALANCE_IN_PROGRESS if group.is_joining or generation != group.generation else None)
 
+    def describe_group(self, broker: int, group_id: str, respond: Respond) -> None:
+        """Answer with a code or None, and the names of a group's members."""
+        group = self.groups.get(group_id)
+        if self.coordinator("group", group_id) != broker:
+            respond((KafkaError.NOT_COORDINATOR, ()))
+        elif group is None:
+            respond((KafkaError.GROUP_ID_NOT_FOUND, ()))
+        else:
+            respond((None, tuple(group.members)))
+
     def leave(self, broker: int, group_id: str, name: str, respond: Respond) -> None:
         """Leave a group."""
         group = self.groups.get(group_id)

@@ -96,6 +96,9 @@ class Client:
         self._connections: dict[int, Connection] = {}
         self._leaders: dict[Place, int] = {}
         self._coordinators: dict[Coordinated, int] = {}
+        names = [broker.name for broker in self.cluster.brokers]
+        first = str(settings.get("bootstrap.servers", "")).partition(":")[0]
+        self._knows_only = names.index(first) if first in names else None  # of the brokers
         self._away: set[int] = set()
         self._complaints: deque[KafkaError] = deque()
         self._socket_timeout = float(settings.get("socket.timeout.ms", 60_000)) / 1000
@@ -177,6 +180,8 @@ class Client:
 
     def any_broker(self) -> int:
         """Return some broker, one that is known to be up as a rule, and has not been lost last."""
+        if self._knows_only is not None:
+            return self._knows_only
         up = [number for number, broker in enumerate(self.cluster.brokers) if broker.is_up]
         return self.scheduler.random.choice([number for number in up if number not in self._away] or up or [0])
 
@@ -226,14 +231,18 @@ class Client:
         """Return metadata."""
         return self.call(lambda: self._metadata(topic), timeout if timeout >= 0 else 60.0)
 
+    def _broker(self, number: int) -> Any:
+        return SimpleNamespace(id=number, host=self.cluster.brokers[number].name, port=9092)
+
     def _metadata(self, topic: str | None) -> Any:
         names = list(self.cluster.topics) if topic is None else [topic]
         topics = {}
         for name in names:
             partitions = self.cluster.topics.get(name)
             error = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART) if partitions is None else None
-            topics[name] = SimpleNamespace(error=error, partitions=dict.fromkeys(range(len(partitions or ()))))
-        brokers = {number: broker for number, broker in enumerate(self.cluster.brokers) if broker.is_up}
+            parts = {part.number: SimpleNamespace(id=part.number, leader=part.leader) for part in partitions or ()}
+            topics[name] = SimpleNamespace(error=error, partitions=parts)
+        brokers = {number: self._broker(number) for number, each in enumerate(self.cluster.brokers) if each.is_up}
         return SimpleNamespace(topics=topics, brokers=brokers, controller_id=min(brokers, default=-1))
 
 
@@ -967,6 +976,7 @@ class Consumer(Client):
     def unsubscribe(self) -> None:
         """Leave the group: `subscribe` or `close` follows."""
         self._leave()
+        self.unassign()
 
     def _leave(self) -> None:
         if self._member is not None and self._left is None and not self.is_closed:
@@ -1152,7 +1162,8 @@ class AdminClient(Client):
             partitions = self.cluster.topics.get(name)
             if partitions is None:
                 return KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
-            return SimpleNamespace(partitions=list(partitions), authorized_operations=None)
+            parts = [SimpleNamespace(id=each.number, leader=self._broker(each.leader)) for each in partitions]
+            return SimpleNamespace(partitions=parts, authorized_operations=None)
 
         return {name: self._future(lambda name=name: describe(name), request_timeout) for name in topics.topic_names}
 
@@ -1164,6 +1175,33 @@ class AdminClient(Client):
             return {key: SimpleNamespace(value=value) for key, value in settings.items()}
 
         return {each: self._future(lambda each=each: describe(each.name), request_timeout) for each in resources}
+
+    def describe_consumer_groups(self, groups: list[str], request_timeout: float) -> dict[str, Future]:
+        return {name: self._describe_group(name, request_timeout) for name in groups}
+
+    def _describe_group(self, name: str, timeout: float) -> Future:
+        future, end = Future(), self.process.monotonic() + timeout
+
+        def answered(answer: Any) -> None:
+            if answer is not LOST and answer[0] is None:
+                future.set_result(SimpleNamespace(members=answer[1]))
+            elif answer is not LOST and answer[0] != KafkaError.NOT_COORDINATOR:
+                future.set_exception(KafkaException(KafkaError(answer[0])))
+            elif self.process.monotonic() >= end:
+                future.set_exception(KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer")))
+            else:
+                self.process.after(0.1, attempt)
+
+        def attempt() -> None:
+            self.send_to_coordinator(
+                "group",
+                name,
+                lambda broker: lambda respond: self.cluster.describe_group(broker, name, respond),
+                answered,
+            )
+
+        attempt()
+        return future
 
     def create_topics(self, topics: list[Any], request_timeout: float) -> dict[str, Future]:
         def create(new: Any) -> Any:

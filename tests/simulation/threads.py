@@ -235,6 +235,39 @@ class Future:
         self._event.wait(timeout)
 
 
+class ThreadPoolExecutor:
+    """`concurrent.futures.ThreadPoolExecutor`: each call has a thread of its own."""
+
+    def __init__(self, _: int, thread_name_prefix: str = "") -> None:
+        self._name = thread_name_prefix
+        self._futures: list[Future] = []
+
+    def __enter__(self) -> ThreadPoolExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future in self._futures:
+            future.wait_until_done(None)
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """Call a function for each item, and yield the results in their order."""
+        futures = [self._submit(function, item) for item in items]
+        return (future.result() for future in futures)
+
+    def _submit(self, function: Callable[[Any], Any], item: object) -> Future:
+        future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(item))
+            except Exception as error:
+                future.set_exception(error)
+
+        Thread(run, name=self._name).start()
+        self._futures.append(future)
+        return future
+
+
 def _wait_for_futures(futures: list[Future], timeout: float | None = None) -> None:
     (future,) = futures
     future.wait_until_done(timeout)
@@ -290,6 +323,7 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
         id(threading.Event): Event,
         id(queue.SimpleQueue): SimpleQueue,
         id(concurrent.futures.Future): Future,
+        id(concurrent.futures.ThreadPoolExecutor): ThreadPoolExecutor,
         id(concurrent.futures.wait): _wait_for_futures,
         id(random): drawn,
         id(uuid): SimpleNamespace(uuid4=uuid4, UUID=uuid.UUID),
