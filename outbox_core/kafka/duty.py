@@ -110,6 +110,10 @@ class Duty:
         """Take in that work is not there to do any more, or that this member does not count as unable to do it."""
         self._outstanding.pop(work, None)
 
+    def owed(self, now: float) -> dict[str, float]:
+        """Return the outstanding work, with the seconds since it was tried first."""
+        return {work: now - since for work, since in list(self._outstanding.items())}  # others may add to it
+
     def overdue(self, now: float) -> dict[str, float]:
         """Return the overdue work, with the seconds since it was tried first."""
         began_at = self._began_at
