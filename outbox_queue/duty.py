@@ -126,6 +126,10 @@ class GroupDuty:
     def _name_of(self, what: str, partition: int | None) -> str:
         return what if partition is None else f"{what} {self._topic}[{partition}]"
 
+    def has_read(self, partition: int) -> None:
+        """Take in that records, or the end, of a partition of the group's topic were read."""
+        self.succeeded(_READ, partition)
+
     def suspect(self, _: KafkaError) -> None:
         """Take in an error of the client that reads: the brokers that it reads from are checked."""
         self._suspected_at = self._suspected_at or time.monotonic()

@@ -262,7 +262,9 @@ class TrackerLoop:
             return
         began = now_ms()  # what the turn did before may have taken seconds
         busy = [tracked for tracked in self._partitions.values() if not tracked.note_nothing_left(now)]
-        if not busy:
+        if not self._partitions:
+            self._ctx.redelivery.forget()
+        elif not busy:
             self._ctx.redelivery.recovered()
         unreadable = self._unreadable_before + sum(one.unreadable for one in markers)
         loads = _sum(markers, now)

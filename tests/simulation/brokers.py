@@ -20,6 +20,9 @@ OPEN, PLAIN, COMMITTED, ABORTED, CONTROL = "open", "plain", "committed", "aborte
 POISON = b":poison"
 """The end of a value that no topic takes."""
 _MARKER_SECONDS = 0.004
+_MOST_AHEAD_SECONDS = 3600.0  # `message.timestamp.after.max.ms`
+Coordinated = tuple[str, str]
+"""A group or a transaction, "group" or "transaction", with its ID."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +54,7 @@ class Sent:
     sender: str = ""  # a process
     handed_over_at: float = 0.0
     until: float = float("inf")  # when its delivery timeout ends
+    clock_error: float = 0.0  # seconds by which its time stamp is ahead
 
 
 @dataclass(slots=True)
@@ -58,6 +62,7 @@ class _ProducerState:
     epoch: int
     next_sequence: int = 0
     batches: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=5))  # first, last, offset
+    used_at: float = 0.0
 
 
 class Partition:
@@ -98,7 +103,9 @@ class Partition:
     ) -> tuple[int | None, int]:
         """Append a batch; return an error code or None, and the offset of its first record."""
         if producer >= 0:
-            state = self.producers.setdefault(producer, _ProducerState(epoch))
+            # Of one that is not known, or no more, any number may be the first.
+            state = self.producers.setdefault(producer, _ProducerState(epoch, first))
+            state.used_at = now
             if epoch < state.epoch:
                 return KafkaError.INVALID_PRODUCER_EPOCH, -1
             if epoch > state.epoch:
@@ -156,6 +163,7 @@ class Transaction:
     timeout: float = 60.0
     number: int = 0
     partitions: set[Partition] = field(default_factory=set)
+    used_at: float = 0.0
 
 
 @dataclass(eq=False)
@@ -197,7 +205,7 @@ class Cluster:
         self.longest: dict[str, int] = {}  # bytes of a batch, for topics with a limit of their own
         self.transactions: dict[str, Transaction] = {}
         self.groups: dict[str, Group] = {}
-        self.coordinator = {"group": 0, "transaction": 0}
+        self.coordinators: dict[Coordinated, int] = {}
         self.verifies_partitions = True
         self.seen: dict[str, int] = {}
         self.is_late: Callable[[], bool] = lambda: False  # tells of the request that is being handled
@@ -222,6 +230,17 @@ class Cluster:
         self.settings[topic] = {"cleanup.policy": "delete", "max.message.bytes": "1048588", **settings}
         return True
 
+    def widen(self, topic: str) -> None:
+        """Give a topic another partition."""
+        partitions = self.topics[topic]
+        up = [number for number, broker in enumerate(self.brokers) if broker.is_up] or [0]
+        partitions.append(Partition(topic, len(partitions), self.scheduler.random.choice(up)))
+
+    def delete(self, topic: str) -> None:
+        """Delete a topic, with all that is in it."""
+        del self.topics[topic], self.settings[topic]
+        self.longest.pop(topic, None)
+
     def crash(self, number: int) -> None:
         """Stop a broker. What it leads moves after a while."""
         self.brokers[number].is_up = False
@@ -236,9 +255,9 @@ class Cluster:
                 if partition.leader == number:
                     partition.leader = self.scheduler.random.choice(up)
                     partition._progress()
-        for what, leader in self.coordinator.items():
+        for what, leader in self.coordinators.items():
             if leader == number:
-                self.coordinator[what] = self.scheduler.random.choice(up)
+                self.coordinators[what] = self.scheduler.random.choice(up)
 
     def restart(self, number: int) -> None:
         """Start a broker again."""
@@ -254,8 +273,27 @@ class Cluster:
                 for partition in partitions:
                     partition.leader = self.scheduler.random.choice(up)
                     partition._progress()
-            for what in self.coordinator:
-                self.coordinator[what] = self.scheduler.random.choice(up)
+            for what in self.coordinators:
+                self.coordinators[what] = self.scheduler.random.choice(up)
+
+    def coordinator(self, kind: str, name: str) -> int:
+        """Return the broker that coordinates a "group" or a "transaction"."""
+        if (kind, name) not in self.coordinators:
+            up = [number for number, broker in enumerate(self.brokers) if broker.is_up]
+            self.coordinators[kind, name] = self.scheduler.random.choice(up or [0])
+        return self.coordinators[kind, name]
+
+    def expire(self, idle_seconds: float) -> None:
+        """Forget transactional.ids and producers that have written nothing for so long."""
+        latest = self.scheduler.now - idle_seconds
+        for name, transaction in list(self.transactions.items()):
+            if transaction.used_at <= latest and transaction.state in ("empty", "committed", "aborted"):
+                del self.transactions[name]
+        for partitions in self.topics.values():
+            for partition in partitions:
+                for producer, state in list(partition.producers.items()):
+                    if state.used_at <= latest and producer not in partition.open:
+                        del partition.producers[producer]
 
     # -- producers
 
@@ -279,6 +317,9 @@ class Cluster:
             if code is not None:
                 respond((code, -1))
                 return
+        if any(each.clock_error > _MOST_AHEAD_SECONDS for each in records):
+            respond((KafkaError.INVALID_TIMESTAMP, -1))
+            return
         longest = self.longest.get(place[0])
         if longest is not None and sum(len(each.value or b"") for each in records) > longest:
             respond((KafkaError.MSG_SIZE_TOO_LARGE, -1))
@@ -319,13 +360,15 @@ class Cluster:
         A producer that only wants a higher epoch says which one it has; it is refused if that is not the last one.
         """
         transactional_id, *known = who
-        if self.coordinator["transaction"] != broker:
+        if self.coordinator("transaction", transactional_id) != broker:
             respond((KafkaError.NOT_COORDINATOR, -1, -1))
             return
         transaction = self.transactions.get(transactional_id)
         if transaction is None:
             self._next_producer += 1
             transaction = self.transactions[transactional_id] = Transaction(self._next_producer)
+            known = [-1, -1]  # it has expired
+        transaction.used_at = self.scheduler.now
         if known[0] >= 0 and known != [transaction.producer, transaction.epoch]:
             respond((KafkaError.PRODUCER_FENCED, -1, -1))
             return
@@ -392,11 +435,12 @@ class Cluster:
 
     def _of(self, broker: int, who: tuple[str, int, int]) -> Transaction | int:
         transactional_id, producer, epoch = who
-        if self.coordinator["transaction"] != broker:
+        if self.coordinator("transaction", transactional_id) != broker:
             return KafkaError.NOT_COORDINATOR
         transaction = self.transactions.get(transactional_id)
         if transaction is None or transaction.producer != producer:
             return KafkaError.INVALID_PRODUCER_ID_MAPPING
+        transaction.used_at = self.scheduler.now
         return transaction if transaction.epoch == epoch else KafkaError.PRODUCER_FENCED
 
     def _end(self, transaction: Transaction, *, is_committed: bool) -> None:
@@ -429,7 +473,7 @@ class Cluster:
 
         A member says if it owns the partition; it is answered None if it is to hand that over.
         """
-        if self.coordinator["group"] != broker:
+        if self.coordinator("group", group_id) != broker:
             respond((KafkaError.NOT_COORDINATOR, -1, False))
             return
         group = self.groups.setdefault(group_id, Group())
@@ -467,7 +511,7 @@ class Cluster:
     def heartbeat(self, broker: int, group_id: str, name: str, generation: int, respond: Respond) -> None:
         """Note a sign of life; answer with a code or None."""
         group = self.groups.get(group_id)
-        if self.coordinator["group"] != broker:
+        if self.coordinator("group", group_id) != broker:
             respond(KafkaError.NOT_COORDINATOR)
         elif group is None or name not in group.members:
             respond(KafkaError.UNKNOWN_MEMBER_ID)
@@ -476,10 +520,20 @@ class Cluster:
             self._expire_later(group, group.members[name])
             respond(KafkaError.REBALANCE_IN_PROGRESS if group.is_joining or generation != group.generation else None)
 
+    def describe_group(self, broker: int, group_id: str, respond: Respond) -> None:
+        """Answer with a code or None, and the names of a group's members."""
+        group = self.groups.get(group_id)
+        if self.coordinator("group", group_id) != broker:
+            respond((KafkaError.NOT_COORDINATOR, ()))
+        elif group is None:
+            respond((KafkaError.GROUP_ID_NOT_FOUND, ()))
+        else:
+            respond((None, tuple(group.members)))
+
     def leave(self, broker: int, group_id: str, name: str, respond: Respond) -> None:
         """Leave a group."""
         group = self.groups.get(group_id)
-        if self.coordinator["group"] == broker and group is not None:
+        if self.coordinator("group", group_id) == broker and group is not None:
             self._remove(group, name)
         respond(None)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from confluent_kafka import OFFSET_END, KafkaError, KafkaException, TopicPartition
 
-from tests.simulation.brokers import ABORTED, CONTROL, Cluster, Partition, Sent
-from tests.simulation.network import LOST, Connection, Respond
+from tests.simulation.brokers import ABORTED, CONTROL, Cluster, Coordinated, Partition, Sent
+from tests.simulation.network import LOST, Connection, Handler, Respond
 from tests.simulation.scheduling import current, spend
 from tests.simulation.threads import Event, Future
 
@@ -26,8 +26,12 @@ _LOOK_SECONDS = 1.0
 _FETCH_SECONDS = 0.5
 _MOST_FETCHED = 200
 _CONSUMER_SOCKET_SECONDS = 10.0
+_FIND_SECONDS = 5.0
 _PASSING = (KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.NOT_ENOUGH_REPLICAS)
-_REFUSED = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD)
+_REFUSED = (
+    KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD,
+    KafkaError.INVALID_TIMESTAMP,
+)  # fmt: skip
 _FENCED = (KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 Place = tuple[str, int]
 
@@ -91,6 +95,10 @@ class Client:
         self.is_closed = False
         self._connections: dict[int, Connection] = {}
         self._leaders: dict[Place, int] = {}
+        self._coordinators: dict[Coordinated, int] = {}
+        names = [broker.name for broker in self.cluster.brokers]
+        first = str(settings.get("bootstrap.servers", "")).partition(":")[0]
+        self._knows_only = names.index(first) if first in names else None  # of the brokers
         self._away: set[int] = set()
         self._complaints: deque[KafkaError] = deque()
         self._socket_timeout = float(settings.get("socket.timeout.ms", 60_000)) / 1000
@@ -117,6 +125,35 @@ class Client:
 
         self.process.after(self._socket_timeout, give_up)
 
+    def send_to_coordinator(
+        self, kind: str, name: str, handler_at: Callable[[int], Handler], on_answer: Callable[[Any], None], what: str = ""
+    ) -> int | None:
+        """Send a request to the coordinator of a group or transaction; return the broker, None while it is looked for.
+
+        A client asks any broker for it, and anew when that one does not answer or is the coordinator no more.
+        """
+        place = kind, name
+
+        def answered(answer: Any) -> None:
+            code = answer[0] if isinstance(answer, tuple) else answer
+            if answer is LOST or code == KafkaError.NOT_COORDINATOR:
+                self._coordinators.pop(place, None)
+            on_answer(answer)
+
+        def found(broker: Any) -> None:
+            if broker is LOST:
+                on_answer(LOST)
+            else:
+                self._coordinators[place] = broker
+                self.send(broker, handler_at(broker), answered, what)
+
+        broker = self._coordinators.get(place)
+        if broker is None:
+            self.ask(lambda: self.cluster.coordinator(*place), _FIND_SECONDS, found)
+        else:
+            self.send(broker, handler_at(broker), answered, what)
+        return broker
+
     def _note_answer(self, broker: int, *, is_lost: bool) -> None:
         if not is_lost:
             self._away.discard(broker)
@@ -142,9 +179,11 @@ class Client:
         return server.is_up and (self.process, server) not in self.network.cut
 
     def any_broker(self) -> int:
-        """Return some broker, one that is known to be up as a rule."""
+        """Return some broker, one that is known to be up as a rule, and has not been lost last."""
+        if self._knows_only is not None:
+            return self._knows_only
         up = [number for number, broker in enumerate(self.cluster.brokers) if broker.is_up]
-        return self.scheduler.random.choice(up or [0])
+        return self.scheduler.random.choice([number for number in up if number not in self._away] or up or [0])
 
     def ask(self, question: Callable[[], Any], timeout: float, done: Callable[[Any], None]) -> None:
         """Ask any broker, again until it answers; `done` gets the answer, or `LOST` after the time-out."""
@@ -192,14 +231,18 @@ class Client:
         """Return metadata."""
         return self.call(lambda: self._metadata(topic), timeout if timeout >= 0 else 60.0)
 
+    def _broker(self, number: int) -> Any:
+        return SimpleNamespace(id=number, host=self.cluster.brokers[number].name, port=9092)
+
     def _metadata(self, topic: str | None) -> Any:
         names = list(self.cluster.topics) if topic is None else [topic]
         topics = {}
         for name in names:
             partitions = self.cluster.topics.get(name)
             error = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART) if partitions is None else None
-            topics[name] = SimpleNamespace(error=error, partitions=dict.fromkeys(range(len(partitions or ()))))
-        brokers = {number: broker for number, broker in enumerate(self.cluster.brokers) if broker.is_up}
+            parts = {part.number: SimpleNamespace(id=part.number, leader=part.leader) for part in partitions or ()}
+            topics[name] = SimpleNamespace(error=error, partitions=parts)
+        brokers = {number: self._broker(number) for number, each in enumerate(self.cluster.brokers) if each.is_up}
         return SimpleNamespace(topics=topics, brokers=brokers, controller_id=min(brokers, default=-1))
 
 
@@ -212,6 +255,7 @@ class _Outgoing:
     on_delivery: Callable[..., Any] | None
     at: float
     handed_over_at: float
+    clock_error: float
 
 
 @dataclass(slots=True, eq=False)
@@ -309,7 +353,7 @@ class Producer(Client):
             raise KafkaException(KafkaError(KafkaError._UNKNOWN_PARTITION, "there is no such partition"))
         number = partition if partition >= 0 else zlib.crc32(key or b"") % width
         lane = self._lanes.setdefault((topic, number), _Lane((topic, number)))
-        now = self.process.monotonic(), self.scheduler.now
+        now = self.process.monotonic(), self.scheduler.now, self.process.clock_error
         lane.waiting.append(_Outgoing(lane.place, key, value, headers, on_delivery, *now))
         self._unfinished += 1
         if not self._looks:
@@ -357,7 +401,10 @@ class Producer(Client):
             return
         sender = self.process.name
         records = [
-            Sent(each.key, each.value, each.headers, sender, each.handed_over_at, each.handed_over_at + self._timeout)
+            Sent(
+                each.key, each.value, each.headers, sender, each.handed_over_at, each.handed_over_at + self._timeout,
+                each.clock_error,
+            )  # fmt: skip
             for each in batch.messages
         ]
         sent = self._id, batch.producer, batch.epoch, batch.first, records
@@ -609,7 +656,7 @@ class Producer(Client):
         self._state = "ready"
 
     def _try_init(self, known_producer: int, known_epoch: int, done: list[object]) -> None:
-        broker, who = self._coordinator(), (self._id, known_producer, known_epoch)
+        who = self._id, known_producer, known_epoch
         timeout = float(self.settings.get("transaction.timeout.ms", 60_000)) / 1000
 
         def answered(answer: Any) -> None:
@@ -626,15 +673,13 @@ class Producer(Client):
                 pause = 0.05 if code == KafkaError.CONCURRENT_TRANSACTIONS else 0.3
                 self.process.after(pause, lambda: self._try_init(known_producer, known_epoch, done))
 
-        self.send(
-            broker,
-            lambda respond: self.cluster.init_producer(broker, who, timeout, respond),
+        self.send_to_coordinator(
+            "transaction",
+            self._id,
+            lambda broker: lambda respond: self.cluster.init_producer(broker, who, timeout, respond),
             answered,
             "INIT_PRODUCER_ID",
         )
-
-    def _coordinator(self) -> int:
-        return self.cluster.coordinator["transaction"]
 
     @property
     def _who(self) -> tuple[str, int, int]:
@@ -651,7 +696,7 @@ class Producer(Client):
         if lane.is_registering or lane.is_resting:
             return
         lane.is_registering = True
-        broker, who, number = self._coordinator(), self._who, self._end_number
+        who, number = self._who, self._end_number
 
         def rested() -> None:
             lane.is_resting = False
@@ -676,9 +721,10 @@ class Producer(Client):
                 self._must_abort(code)
 
         places = [lane.place]
-        self.send(
-            broker,
-            lambda respond: self.cluster.add_partitions(broker, who, places, respond),
+        self.send_to_coordinator(
+            "transaction",
+            self._id,
+            lambda broker: lambda respond: self.cluster.add_partitions(broker, who, places, respond),
             answered,
             "ADD_PARTITIONS_TO_TXN",
         )
@@ -730,7 +776,7 @@ class Producer(Client):
         self._state, self._error = "ready", None
 
     def _send_end(self, commit: bool, outcome: list[int | None], attempt: int) -> None:
-        broker, who = self._coordinator(), self._who
+        who = self._who
 
         def answered(answer: Any) -> None:
             code = KafkaError._TRANSPORT if answer is LOST else answer
@@ -744,13 +790,15 @@ class Producer(Client):
                 outcome.append(code)
                 self._news.set()
 
-        self.send(
-            broker,
-            lambda respond: self.cluster.end_transaction(broker, who, commit, respond),
+        broker = self.send_to_coordinator(
+            "transaction",
+            self._id,
+            lambda broker: lambda respond: self.cluster.end_transaction(broker, who, commit, respond),
             answered,
             f"END_TXN {'commit' if commit else 'abort'}",
         )
-        self._break_some(self.network.late_ends, broker, attempt)
+        if broker is not None:
+            self._break_some(self.network.late_ends, broker, attempt)
 
 
 class Consumer(Client):
@@ -815,6 +863,8 @@ class Consumer(Client):
 
     def _read(self, partition: Partition, position: int, respond: Respond, wait_until: float, broker: int) -> None:
         limit = self._limit(partition)
+        if position > partition.end:  # of a topic that was made anew
+            position = OFFSET_END if self.settings.get("auto.offset.reset", "latest") == "latest" else 0
         start = limit if position == OFFSET_END else max(0, position)
         if partition.leader != broker:
             respond(None)
@@ -844,7 +894,8 @@ class Consumer(Client):
         for entry in entries:
             if entry.state == CONTROL or (entry.state == ABORTED and self._is_committed):
                 continue
-            self._messages.append(Message(place, entry.offset, entry.key, entry.value, entry.headers, entry.time))
+            time = entry.time + (entry.sent.clock_error if entry.sent is not None else 0.0)
+            self._messages.append(Message(place, entry.offset, entry.key, entry.value, entry.headers, time))
         self._places[place] = position
         self._ends[place] = limit
         pause = 0.0
@@ -925,6 +976,7 @@ class Consumer(Client):
     def unsubscribe(self) -> None:
         """Leave the group: `subscribe` or `close` follows."""
         self._leave()
+        self.unassign()
 
     def _leave(self) -> None:
         if self._member is not None and self._left is None and not self.is_closed:
@@ -989,13 +1041,12 @@ class _Member:
             self._owns = False
             self._callbacks["revoke"](self._consumer, self._places)
         self._has_left = True
-        broker, event = self._consumer.cluster.coordinator["group"], Event()
-        self._consumer.send(
-            broker,
-            lambda respond: self._consumer.cluster.leave(broker, self._group, self._name, respond),
-            lambda _: event.set(),
-        )
+        cluster, event = self._consumer.cluster, Event()
+        self._send(lambda broker: lambda respond: cluster.leave(broker, self._group, self._name, respond), lambda _: event.set())
         return event
+
+    def _send(self, handler_at: Callable[[int], Handler], on_answer: Callable[[Any], None]) -> None:
+        self._consumer.send_to_coordinator("group", self._group, handler_at, on_answer)
 
     def _lose(self) -> None:
         if self._owns:
@@ -1021,7 +1072,7 @@ class _Member:
         self._joins += 1
         self._is_joining = True
         number = self._joins
-        broker, name, owns = self._consumer.cluster.coordinator["group"], self._name, self._owns
+        cluster, name, owns = self._consumer.cluster, self._name, self._owns
 
         def answered(answer: Any) -> None:
             if number != self._joins or self._is_over:
@@ -1044,9 +1095,8 @@ class _Member:
             elif not is_owner:
                 self._lose()
 
-        self._consumer.send(
-            broker,
-            lambda respond: self._consumer.cluster.join(broker, self._group, name, self._session, respond, owns=owns),
+        self._send(
+            lambda broker: lambda respond: cluster.join(broker, self._group, name, self._session, respond, owns=owns),
             answered,
         )
 
@@ -1063,7 +1113,7 @@ class _Member:
         if has_expired:
             self._rejoin_as_new()
             return
-        broker, name, generation = consumer.cluster.coordinator["group"], self._name, self._generation
+        name, generation = self._name, self._generation
         sent_at = consumer.process.monotonic()
 
         def answered(answer: Any) -> None:
@@ -1077,9 +1127,8 @@ class _Member:
             elif answer == KafkaError.UNKNOWN_MEMBER_ID:
                 self._rejoin_as_new()
 
-        consumer.send(
-            broker,
-            lambda respond: consumer.cluster.heartbeat(broker, self._group, name, generation, respond),
+        self._send(
+            lambda broker: lambda respond: consumer.cluster.heartbeat(broker, self._group, name, generation, respond),
             answered,
         )
 
@@ -1113,7 +1162,8 @@ class AdminClient(Client):
             partitions = self.cluster.topics.get(name)
             if partitions is None:
                 return KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
-            return SimpleNamespace(partitions=list(partitions), authorized_operations=None)
+            parts = [SimpleNamespace(id=each.number, leader=self._broker(each.leader)) for each in partitions]
+            return SimpleNamespace(partitions=parts, authorized_operations=None)
 
         return {name: self._future(lambda name=name: describe(name), request_timeout) for name in topics.topic_names}
 
@@ -1125,6 +1175,33 @@ class AdminClient(Client):
             return {key: SimpleNamespace(value=value) for key, value in settings.items()}
 
         return {each: self._future(lambda each=each: describe(each.name), request_timeout) for each in resources}
+
+    def describe_consumer_groups(self, groups: list[str], request_timeout: float) -> dict[str, Future]:
+        return {name: self._describe_group(name, request_timeout) for name in groups}
+
+    def _describe_group(self, name: str, timeout: float) -> Future:
+        future, end = Future(), self.process.monotonic() + timeout
+
+        def answered(answer: Any) -> None:
+            if answer is not LOST and answer[0] is None:
+                future.set_result(SimpleNamespace(members=answer[1]))
+            elif answer is not LOST and answer[0] != KafkaError.NOT_COORDINATOR:
+                future.set_exception(KafkaException(KafkaError(answer[0])))
+            elif self.process.monotonic() >= end:
+                future.set_exception(KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer")))
+            else:
+                self.process.after(0.1, attempt)
+
+        def attempt() -> None:
+            self.send_to_coordinator(
+                "group",
+                name,
+                lambda broker: lambda respond: self.cluster.describe_group(broker, name, respond),
+                answered,
+            )
+
+        attempt()
+        return future
 
     def create_topics(self, topics: list[Any], request_timeout: float) -> dict[str, Future]:
         def create(new: Any) -> Any:

@@ -53,6 +53,7 @@ _LEFT_OUT_ANYWHERE = {
     "settings", "_settings", "scheduler", "cluster", "world", "limits", "written_at_ms", "_wait_number", "_time",
     "asked", "asked_at", "_number", "_config", "_kafka", "_greenlet", "_clock_from", "_slept", "_deferred", "waiters",
     "last_out", "last_back", "_loaded", "trace", "seen", "sender", "handed_over_at", "until",
+    "started_at", "opened_at", "used_at", "waits_since",
 }  # fmt: skip
 
 

@@ -3,17 +3,22 @@
 A statement takes its snapshot when it begins and changes rows when it ends; a row that changed in between is skipped,
 as UPDATE and DELETE skip it. A connection that breaks leaves the outcome of its statement unknown: it may have taken
 effect, have none, or take effect later, after its client has crashed.
+
+Row level security may hide all rows from the harvesters' role for a while. What that does to a statement is what the
+product's sessions ask for: it sees nothing, or is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from inspect import getsource
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
 
 from outbox_core.errors import StoreUnavailable
+from outbox_core.stores.postgres import connection as product_connection
 from outbox_core.stores.interface import (
     NO_FLOOR,
     Backlog,
@@ -30,11 +35,15 @@ from outbox_core.stores.interface import (
     lane_of,
     row_id,
 )
-from tests.simulation.network import LOST, Connection, Network, Server
+from tests.simulation.network import LOST, Connection, Network, Request, Server
 from tests.simulation.scheduling import Process, Scheduler, current
 from tests.simulation.threads import Event
 
 OUTBOX = "shop.public.outbox"
+REFUSED = object()
+"""In the place of a statement's answer: a policy would hide rows, and the session wants to see all or nothing."""
+_SEQUENCE_AHEAD = 32  # numbers that PostgreSQL notes as drawn before they are
+_SILENT_SECONDS = 11.0  # after which keepalives and `tcp_user_timeout` give up a connection
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +54,7 @@ class Row:
     leader: UUID | None = None
     version: int = 0
     freed_at: float = -1.0
+    waits_since: float = 0.0  # when it was committed, or a hold of it released
     was_taken: bool = False  # from one leader by another, who may have marked it late, and cleared that
 
 
@@ -55,6 +65,18 @@ class HoldTime:
     hold: NewHold
     since: float
     until: float = float("inf")
+
+
+class Standby(NamedTuple):
+    """The data of a standby."""
+
+    rows: dict[int, Row]
+    last_id: int
+
+
+def _has(rows: dict[int, Row], row: Row) -> bool:
+    other = rows.get(row.record.id)
+    return other is not None and other.record is row.record
 
 
 @dataclass(eq=False)
@@ -76,8 +98,14 @@ class Database:
     hold_version: int = 0
     hold_times: list[HoldTime] = field(default_factory=list)
     read_at: dict[str, list[tuple[float, str]]] = field(default_factory=dict)  # value -> times and processes
+    hidden: set[str] = field(default_factory=set)  # tables whose rows a policy hides, "rows" or "holds"
     on_hidden: Callable[[StoredRecord], None] = lambda _: None  # gets a row that a floor hides from its harvester
     _times: int = 0
+
+    @property
+    def visible(self) -> dict[int, Row]:
+        """The rows that a policy lets the harvesters' role see."""
+        return {} if "rows" in self.hidden else self.rows
 
     def draw(self) -> int:
         """Draw an id from the sequence."""
@@ -92,7 +120,7 @@ class Database:
     def commit(self, records: Sequence[StoredRecord]) -> None:
         """Make rows visible."""
         for record in records:
-            self.rows[record.id] = Row(record)
+            self.rows[record.id] = Row(record, waits_since=self.scheduler.now)
 
     def truncate(self) -> bool:
         """Empty the table and restart its ids; False while a writer is open, whose lock is in the way."""
@@ -103,12 +131,29 @@ class Database:
         self.incarnation += 1
         return True
 
+    def standby(self) -> Standby:
+        """Return what a standby has that stands still from now on."""
+        rows = {identity: replace(row) for identity, row in self.rows.items()}
+        return Standby(rows, self.last_id + self.scheduler.random.randrange(_SEQUENCE_AHEAD + 1))
+
+    def promote(self, standby: Standby) -> tuple[list[StoredRecord], list[StoredRecord]]:
+        """Go on with a standby, on the same timeline; return the records that are lost, and those that come back."""
+        lost = [row.record for row in self.rows.values() if not _has(standby.rows, row)]
+        revived = [row.record for row in standby.rows.values() if not _has(self.rows, row)]
+        self.rows, self.last_id = standby.rows, standby.last_id
+        self.writers.clear()
+        self.server.began_at = self.scheduler.now
+        return lost, revived
+
     def set_holds(self, holds: list[NewHold]) -> None:
         """Replace the holds."""
         now = self.scheduler.now
         for time in self.hold_times:
             if time.hold not in holds:
                 time.until = min(time.until, now)
+        for hold in self.holds:
+            for row in self.rows.values() if hold not in holds else ():
+                row.waits_since = now if covers(hold, row.record) else row.waits_since
         self.hold_times += [HoldTime(hold, now) for hold in holds if hold not in self.holds]
         self.holds = holds
         self.hold_version += 1
@@ -139,19 +184,21 @@ class _Place:
 class Store:
     """An `OutboxStore` on the simulated database; also its `HoldStore`, `SequenceStore` and `MarkStore`."""
 
+    asks_for_refusal: ClassVar[bool] = "row_security" in getsource(product_connection)  # where rows would be hidden
+
     def __init__(self, database: Database, network: Network) -> None:
         self._database = database
         self._network = network
         self._scheduler = database.scheduler
         self._process: Process = current().process
         self._connection: Connection | None = None
-        self._known: tuple[int, HoldSet] | None = None
+        self._known: tuple[object, HoldSet] | None = None
         self._planned_at = 0.0
         self.holds = self.sequence = self.marks = self
 
     # -- statements
 
-    def _statement(self, *steps: Callable[[], Any], changes: bool = False) -> Any:
+    def _statement(self, *steps: Callable[[], Any], changes: bool = False, table: str = "rows") -> Any:
         """Run the steps of one statement on the server, with some time between them; return the last one's result."""
         if self._connection is None or self._connection.is_broken:
             self._connection = self._network.connect(self._process, self._database.server)
@@ -159,6 +206,9 @@ class Store:
 
         def handle(respond: Callable[[object], None]) -> None:
             def run(number: int) -> None:
+                if self.asks_for_refusal and table in self._database.hidden:
+                    respond(REFUSED)
+                    return
                 result = steps[number]()
                 if number + 1 == len(steps):
                     self._answer(lambda: respond((result,)))
@@ -171,14 +221,22 @@ class Store:
 
         connection = self._connection
         request = self._network.send(connection, handle, lambda answer: (found.append(answer), event.set()))
-        self._process.after(30.0, lambda: None if request.is_over else self._network.break_connection(connection))
+        self._process.after(_SILENT_SECONDS, lambda: self._give_up(connection, request))
         if changes and self._database.late_changes and self._scheduler.random.random() < self._database.late_changes:
             self._network.break_connection(connection)
         event.wait()
         if found[0] is LOST:
             self._connection = None
             raise StoreUnavailable("the connection is lost", in_doubt=True)
+        if found[0] is REFUSED:
+            raise StoreUnavailable("query would be affected by row-level security policy")
         return found[0][0]
+
+    def _give_up(self, connection: Connection, request: Request) -> None:
+        """Break a connection that passes nothing; one whose server stands still is alive."""
+        cut = self._network.cut.get((self._process, self._database.server))
+        if not request.is_over and not (cut is not None and cut.is_hung):
+            self._network.break_connection(connection)
 
     def _answer(self, respond: Callable[[], None]) -> None:
         """Send an answer, at once or late."""
@@ -213,7 +271,7 @@ class Store:
         taken = 0
         # Hidden from nobody: a row that another leader has taken from our hands, and one that has left them after this
         # statement was planned. The floor falls for it, and the next statement finds it.
-        for identity in sorted(database.rows):
+        for identity in sorted(database.visible):
             row = database.rows[identity]
             record = row.record
             if only is not None and row_id(record) not in only:
@@ -282,7 +340,7 @@ class Store:
         return found
 
     def _delete(self, ids: Sequence[int], times: Sequence[int], is_wanted: Callable[[Row], bool]) -> int:
-        rows = self._database.rows
+        rows = self._database.visible
         count = 0
         for identity, time in zip(ids, times, strict=True):
             row = rows.get(identity)
@@ -303,7 +361,7 @@ class Store:
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         def clear() -> int:
-            rows = [self._database.rows.get(identity) for identity in ids]
+            rows = [self._database.visible.get(identity) for identity in ids]
             mine = [row for row in rows if row is not None and row.leader == leader_id]
             for row in mine:
                 row.leader = None
@@ -315,21 +373,26 @@ class Store:
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         def look() -> list[StoredRecord]:
-            return [self._database.rows[identity].record for identity in sorted(ids) if identity in self._database.rows]
+            rows = self._database.visible
+            return [rows[identity].record for identity in sorted(ids) if identity in rows]
 
         records: list[StoredRecord] = self._statement(look)
         return records
 
     def is_empty(self) -> bool:
-        return bool(self._statement(lambda: not self._database.rows))
+        return bool(self._statement(lambda: not self._database.visible))
 
     def backlog(self) -> Backlog:
-        return Backlog(int(self._statement(lambda: len(self._database.rows))), 0.0)
+        return Backlog(int(self._statement(lambda: len(self._database.visible))), 0.0)
 
     # -- holds
 
     def read(self) -> HoldSet:
-        version, holds = self._statement(lambda: (self._database.hold_version, list(self._database.holds)))
+        def look() -> tuple[object, list[NewHold]]:
+            is_hidden = "holds" in self._database.hidden
+            return (self._database.hold_version, is_hidden), [] if is_hidden else list(self._database.holds)
+
+        version, holds = self._statement(look, table="holds")
         if self._known is None or self._known[0] != version:
             self._known = version, holds_of(holds)
         return self._known[1]
@@ -341,7 +404,7 @@ class Store:
         self._statement(insert)
 
     def _is_there(self, hold: NewHold) -> bool:
-        row = None if hold.record_id is None else self._database.rows.get(hold.record_id)
+        row = None if hold.record_id is None else self._database.visible.get(hold.record_id)
         return hold.create_time is None or (row is not None and row.record.create_time == hold.create_time)
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
@@ -376,7 +439,7 @@ class Store:
 
     def count(self) -> MarkedRows:
         def look() -> MarkedRows:
-            marked = sorted(identity for identity, row in self._database.rows.items() if row.leader is not None)
+            marked = sorted(identity for identity, row in self._database.visible.items() if row.leader is not None)
             return MarkedRows(len(marked), marked[0] if marked else 0, marked[-1] if marked else 0)
 
         marked: MarkedRows = self._statement(look)
@@ -391,7 +454,7 @@ class Store:
 
     def clear(self) -> int:
         def wipe() -> int:
-            marked = [row for row in self._database.rows.values() if row.leader is not None]
+            marked = [row for row in self._database.visible.values() if row.leader is not None]
             for row in marked:
                 row.leader = None
                 row.freed_at = self._scheduler.now

@@ -32,6 +32,8 @@ class Process:
         self.name = name
         self.is_dead = False
         self.is_suspended = False
+        self.started_at = scheduler.now
+        self.clock_error = 0.0  # seconds by which its time of day is ahead
         self.asked_at, self.asked = -1.0, 0
         self._rate = 1.0 + drift
         self._clock_from = 1000.0 + scheduler.random.random() * 1000.0
@@ -43,6 +45,10 @@ class Process:
     def boottime(self) -> float:
         """Return the clock that runs while the machine sleeps."""
         return self._clock_from + self.scheduler.now * self._rate
+
+    def wall_clock(self) -> float:
+        """Return the time of day, in seconds since the epoch, as this process believes it to be."""
+        return self.scheduler.wall_clock() + self.clock_error
 
     def monotonic(self) -> float:
         """Return the clock that stands still while the machine sleeps."""

@@ -32,24 +32,27 @@ from outbox_core.kafka.manifest import Manifest
 from outbox_core.stores.interface import NewHold, StoredRecord
 from tests.simulation import bounds, clients
 from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry, Sent
-from tests.simulation.network import LONGEST_DELAY_SECONDS, Network, Server
-from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store, covers
+from tests.simulation.illnesses import ILLNESSES, Illnesses
+from tests.simulation.liveness import Liveness
+from tests.simulation.network import LONGEST_DELAY_SECONDS, Cut, Network, Server
+from tests.simulation.postgres import OUTBOX, Database, HoldTime, Standby, Store, covers
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
 from tests.simulation.threads import Event, patched
 
 MODES = ("exactly-once", "at-least-once")
 FAULTS = (
     "break", "cut", "crash", "at a step", "broker", "move", "suspend", "database", "truncate", "restart", "hold",
-    "isolate", "reassign",
+    "isolate", "reassign", "expire", "hide", "widen", "fail over", "leader topic",
 )  # fmt: skip
 _TOPICS = {"orders": 2, "bills": 1}
-_QUIET_SECONDS = 30.0
-_DISTANCES_OF_A_RECORD = 10  # between two records of a key
 _MOST_QUIET_SECONDS = 300.0  # however many records are refused
 _LEASE_SECONDS = 5.0
 _TICK_SECONDS = 0.003
 _LOOK_SECONDS = 0.002
 _MOST_PROBLEMS = 4
+_MIXED_SHARE = 0.3  # of the plans with four harvesters
+_WIDEST = 4  # partitions
+_MADE_BY_A_PRODUCER = (1, 4)  # partitions of a topic that is made by writing to it, as brokers allow by default
 _WAKE_SECONDS = 0.05  # the longest until a thread that is ready runs
 _SLOWEST_ANSWER = 10.0  # in multiples of the latency
 _SLACK_SECONDS = 0.01  # of clocks that drift
@@ -91,10 +94,13 @@ class Plan:
     slow: float = 0.003  # the share of messages that the network delays by up to 0.2 s
     foreign: bool = False  # at first the tracking topic holds the manifest of another outbox
     neighbour: bool = False  # another producer has transactions on the tracking topic, too, which it aborts
+    is_mixed: bool = False  # every other harvester has the other delivery, and larger batches
     changes_to: str = ""  # the delivery of all harvesters after half of the time
     fault_pause: float = 1.5  # between two faults, on average
     outage: float = 1.0  # by which the time is multiplied for which something is cut off, suspended or down
-    KINDS: ClassVar[tuple[str, ...]] = ("faults",)  # of what shrinking takes one away
+    illnesses: tuple[str, ...] = ()  # of one harvester alone, for minutes
+    illness_pause: float = 60.0  # between two of them, on average
+    KINDS: ClassVar[tuple[str, ...]] = ("faults", "illnesses")  # of what shrinking takes one away
     NUMBERS: ClassVar[tuple[str, ...]] = ("harvesters", "writers")  # which it makes smaller
 
     @classmethod
@@ -142,7 +148,30 @@ class Plan:
         """Return a plan of the same kinds of faults with four harvesters, and outages that may be long."""
         outage = Random(self.seed).choice((1.0, 4.0, 12.0))
         rare = {"pause": self.pause * outage, "fault_pause": Plan.fault_pause * outage}
-        return replace(self, harvesters=4, faults=(*self.faults, "expel"), outage=outage, seconds=60.0 * outage, **rare)
+        return replace(
+            self,
+            harvesters=4,
+            faults=(*self.faults, "expel"),
+            outage=outage,
+            seconds=60.0 * outage,
+            is_mixed=Random(-self.seed).random() < _MIXED_SHARE,
+            **rare,
+        )
+
+    def lone(self) -> Plan:
+        """Return a plan with two or three harvesters, of which one or another is ill alone for minutes."""
+        random = Random(self.seed)
+        return replace(
+            self,
+            harvesters=random.choice((2, 2, 3)),
+            seconds=random.choice((200.0, 400.0)),
+            pause=max(self.pause, 1.0),
+            faults=tuple(fault for fault in self.faults if random.random() < 0.2),
+            fault_pause=60.0,
+            illnesses=tuple(each for each in ILLNESSES if random.random() < 0.5) or ILLNESSES[:1],
+            illness_pause=random.choice((60.0, 120.0)),
+            poison=0.0,
+        )
 
     def smaller(self) -> Iterator[Self]:
         """Return plans that have one part less than this one."""
@@ -268,6 +297,7 @@ class Node(ProcessPlace):
     def __init__(self, simulation: Simulation, number: int) -> None:
         super().__init__(simulation, f"harvester-{number}")
         self.harvester: Harvester | None = None
+        self.is_stopping = False
 
     @cached_property
     def leader_topic(self) -> str:
@@ -275,7 +305,7 @@ class Node(ProcessPlace):
         return str(self.simulation.config(self.name).leader_names(OUTBOX).topic)
 
     def start(self) -> None:
-        self.harvester = None
+        self.harvester, self.is_stopping = None, False
         super().start()
 
     def crash(self) -> None:
@@ -322,6 +352,7 @@ class Node(ProcessPlace):
         harvester, process = self.harvester, self.process
         if harvester is None or process is None or process.is_suspended:
             return
+        self.is_stopping = True
         process.spawn(lambda: self._stop(harvester, process), "stop")
 
     def _stop(self, harvester: Harvester, process: Process) -> None:
@@ -426,15 +457,15 @@ class Writer:
 
     def _end(self, name: str, records: list[StoredRecord]) -> None:
         simulation, random = self._simulation, self._random
-        simulation.database.writers.discard(name)
         tokens = [str(record.value, "utf-8") for record in records if isinstance(record.value, bytes)]
-        if random.random() < 0.1:
+        if random.random() < 0.1 or name not in simulation.database.writers:
             simulation.seen["rolled back"] += 1
             simulation.rolled_back.update(tokens)
         else:
             simulation.database.commit(records)
             simulation.committed.update(tokens)
             simulation.records.update(zip(tokens, records, strict=True))
+        simulation.database.writers.discard(name)
         simulation.scheduler.after(random.expovariate(1 / simulation.plan.pause), self.begin)
 
 
@@ -452,7 +483,7 @@ class Simulation:
 
     def __init__(self, plan: Plan, *, trace: int = 0) -> None:
         self.plan = plan
-        self.mode = plan.mode
+        self.mode = "at-least-once" if plan.is_mixed else plan.mode
         self.scheduler = Scheduler(plan.seed)
         self.seen: Counter[str] = Counter()
         if trace:
@@ -474,21 +505,27 @@ class Simulation:
         self.rolled_back: set[str] = set()
         self.skipped: set[str] = set()  # by an operator
         self.truncated: set[str] = set()
+        self.lost: set[str] = set()  # by the database, in a failover
+        self.revived: set[str] = set()  # by it
         self._outdated_holds: set[NewHold] = set()  # of truncated rows
-        self._last_fault_at = 0.0
         self.is_writing = self.is_faulty = True
         self.is_over = False
         self.faults = 0
         self.problem = ""
         self._problems = 0
         self._elections: dict[str, _Election] = {}
+        self._leases_end_at = 0.0  # of those that rest on a leader topic that is gone
         self._resumed: dict[str, list[float]] = {}  # times, by process
         self._leading: set[Process] = set()  # at the last look
         self.nodes = [Node(self, number) for number in range(plan.harvesters)]
+        self.outbox = OUTBOX
+        self.liveness = Liveness(self)
+        self._illnesses = Illnesses(self)
         self._writers = [Writer(self, number) for number in range(plan.writers)]
 
     def config(self, name: str) -> HarvestConfig:
         """Return a harvester's configuration: small batches, so that much happens in a short time."""
+        is_other = self.plan.is_mixed and int(name.rpartition("-")[2]) % 2 == 1
         return HarvestConfig(
             base_kafka_config={
                 "bootstrap.servers": "simulated:9092",
@@ -496,9 +533,9 @@ class Simulation:
             },
             data_source="postgresql://simulated/shop",
             name=name,
-            delivery=self.mode,
+            delivery="exactly-once" if is_other else self.mode,
             limits=Limits(
-                mark_query_records=20,
+                mark_query_records=35 if is_other else 20,
                 max_in_flight_records=60,
                 lane_capacity=8,
                 transaction_timeout=timedelta(seconds=10),
@@ -527,6 +564,7 @@ class Simulation:
         for writer in self._writers:
             self.scheduler.after(1.0, writer.begin)
         self.scheduler.after(3.0, self._next_fault)
+        self.scheduler.after(12.0, self._next_illness)
         self._watch()
         if self.plan.poison:
             self._skip_held()
@@ -605,7 +643,6 @@ class Simulation:
                 row.version += 1
                 del rows[row.record.id]
                 self.skipped.add(str(row.record.value, "utf-8"))
-                self._last_fault_at = self.scheduler.now
             elif row is not None and hold in self._outdated_holds:
                 self.seen["held for a row that is gone"] += 1  # its id has come back
             elif row is not None:
@@ -629,25 +666,22 @@ class Simulation:
         return not self.database.rows and not self.database.writers and not is_open
 
     def _run_until_quiet(self) -> None:
-        """Run until nothing waits, or something has waited for too long since the last fault.
+        """Run until nothing waits, and no transaction is open."""
+        self._run_for(_MOST_QUIET_SECONDS, until_done=True)
 
-        A late request is a fault when it arrives, and a refused record when it was found and an operator deletes it.
-        Records of a key are published one after the other, each with some round trips to the database.
-        """
-        lanes = Counter(record.key for record in (row.record for row in self.database.rows.values()) if record.key)
-        distance = self.plan.latency * self.plan.database_distance
-        quiet = _QUIET_SECONDS + max(lanes.values(), default=0) * distance * _DISTANCES_OF_A_RECORD
-
-        def stop() -> bool:
-            last_fault_at = max(self._last_fault_at, self.network.delivered_late_at)
-            return bool(self.problem) or self._is_done or self.scheduler.now > last_fault_at + quiet
-
-        if not self.problem:
-            self.scheduler.run(self.scheduler.now + _MOST_QUIET_SECONDS, stop)
+    @property
+    def is_disturbed(self) -> bool:
+        """True while something fails for all harvesters."""
+        servers = [*self.cluster.brokers, self.database.server]
+        is_refusing = self.plan.poison > 0 and any(
+            POISON in (row.record.value or b"") for row in self.database.rows.values()
+        )
+        return is_refusing or bool(self.database.hidden) or not all(server.is_up for server in servers)
 
     def _watch(self) -> None:
         self.check_leases()  # and at each change of leadership
         bounds.check(self)
+        self.liveness.watch()
         self.scheduler.after(0.25 if self.plan.is_quiet else 0.05, self._watch)
 
     def check_leases(self) -> None:
@@ -659,7 +693,8 @@ class Simulation:
             if left > _LEASE_SECONDS + 0.001:
                 self.broken(f"the lease of {node.name} lasts for {left:g} s more")
             renewed_at = self.scheduler.now + left - _LEASE_SECONDS
-            self._check_claims(node, renewed_at)
+            if self.scheduler.now > self._leases_end_at:
+                self._check_claims(node, renewed_at)
             if node.process is not None and renewed_at > heard.get(node.process.name, 0.0) + _SESSION_SECONDS:
                 self.seen["cut off from the group alone"] += 1
         if len(leases) > 1:
@@ -687,7 +722,7 @@ class Simulation:
     def _election_of(self, node: Node) -> _Election:
         """Return the signals on a harvester's leader topic."""
         election = self._elections.setdefault(node.leader_topic, _Election())
-        log = self.cluster.topics[node.leader_topic][0].log
+        log = self.cluster.topics[node.leader_topic][0].log if node.leader_topic in self.cluster.topics else []
         for entry in log[election.read :]:
             match decode(entry.value):
                 case Claim():
@@ -711,8 +746,14 @@ class Simulation:
         kinds = [fault for fault in self.plan.faults if fault != "at a step"]
         if kinds and self.may_fault():
             kind = random.choice(kinds)
-            getattr(self, f"_fault_{kind}")(random)
+            getattr(self, f"_fault_{kind.replace(' ', '_')}")(random)
         self.scheduler.after(random.expovariate(1 / self.plan.fault_pause), self._next_fault)
+
+    def _next_illness(self) -> None:
+        if self.is_faulty and self.plan.illnesses:
+            if self.may_fault():
+                self._illnesses.begin(self.scheduler.random.choice(self.plan.illnesses))
+            self.scheduler.after(self.scheduler.random.expovariate(1 / self.plan.illness_pause), self._next_illness)
 
     def _any_server(self, random: Random) -> Server:
         return random.choice([*self.cluster.brokers, self.database.server])
@@ -724,6 +765,7 @@ class Simulation:
     def _fault_break(self, random: Random) -> None:
         server, share = self._any_server(random), random.choice((0.3, 1.0))
         self.scheduler.note("connections to %s break", server.name)
+        self.liveness.disturb()
         self.network.break_some(lambda connection: connection.server is server, share)
 
     def _fault_cut(self, random: Random) -> None:
@@ -739,23 +781,31 @@ class Simulation:
                 self._cut(node.process, broker, seconds)
 
     def _cut(self, process: Process, server: Server | None = None, seconds: float | None = None) -> None:
-        random = self.scheduler.random
-        server = server or self.cluster.brokers[self.cluster.coordinator["transaction"]]
+        server = server or self.scheduler.random.choice(self.cluster.brokers)
         self.scheduler.note("%s is cut off from %s", process.name, server.name)
-        self.network.cut[process, server] = None
-        breaks = random.random() < 0.7
+        self.sever(process, server, Cut(), seconds or _cut_seconds(self.scheduler.random) * self.plan.outage)
+
+    def sever(self, process: Process, server: Server, cut: Cut, seconds: float) -> None:
+        """Put a fault on a link for a while, unless it has one."""
+        breaks = self.scheduler.random.random() < 0.7
+        if (process, server) in self.network.cut:
+            return
+        self.network.sever(process, server, cut)
 
         def mend() -> None:
-            if (process, server) not in self.network.cut:
+            if self.network.cut.get((process, server)) is not cut:
                 return
             self.scheduler.note("%s reaches %s again", process.name, server.name)
-            if breaks:
+            if breaks and not cut.is_hung:
                 self.network.break_some(lambda each: each.process is process and each.server is server)
             self.network.mend(process, server)
 
-        self.scheduler.after(_cut_seconds(random) * self.plan.outage if seconds is None else seconds, mend)
+        self.scheduler.after(seconds, mend)
 
     def _break(self, process: Process) -> None:
+        for node in self.nodes:
+            if node.process is process:
+                self.liveness.fell_ill(node)
         self.network.break_some(lambda connection: connection.process is process)
 
     def _fault_crash(self, random: Random) -> None:
@@ -783,6 +833,7 @@ class Simulation:
     def _fault_move(self, random: Random) -> None:
         del random
         self.scheduler.note("all partitions get other leaders")
+        self.liveness.disturb()
         self.cluster.move_leaders()
 
     def _fault_suspend(self, random: Random) -> None:
@@ -804,6 +855,10 @@ class Simulation:
 
     def _suspend(self, process: Process) -> None:
         random = self.scheduler.random
+        self.suspend(process, random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()) * self.plan.outage)
+
+    def suspend(self, process: Process, seconds: float) -> None:
+        """Stop all steps of a process for a while."""
         if process.is_suspended or process.is_dead:
             return
         self.seen["suspended"] += 1
@@ -815,7 +870,7 @@ class Simulation:
                 self.scheduler.note("%s goes on", process.name)
                 self._resume(process)
 
-        self.scheduler.after(random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()) * self.plan.outage, resume)
+        self.scheduler.after(seconds, resume)
 
     def _resume(self, process: Process) -> None:
         self._resumed.setdefault(process.name, []).append(self.scheduler.now)
@@ -823,6 +878,7 @@ class Simulation:
 
     def _fault_reassign(self, random: Random) -> None:
         self.scheduler.note("the group gives its partition to another member")
+        self.liveness.disturb()
         self.cluster.reassign()
         for process in sorted(self._leading, key=lambda each: each.name):
             if random.random() < 0.5:
@@ -831,6 +887,7 @@ class Simulation:
 
     def _fault_expel(self, random: Random) -> None:
         self.scheduler.note("the group removes its owner, whose connections break")
+        self.liveness.disturb()
         self.cluster.expel()
         for process in sorted(self._leading, key=lambda each: each.name):
             self.scheduler.after(random.random() * _SESSION_SECONDS / 10, lambda process=process: self._break(process))
@@ -846,9 +903,57 @@ class Simulation:
         tokens = {str(row.record.value, "utf-8") for row in self.database.rows.values()}
         if random.random() < 0.3 and self.database.truncate():
             self.seen["truncated"] += 1
+            self.liveness.disturb()
             self.truncated |= tokens
             self._outdated_holds.update(self.database.holds)
             self.scheduler.note("TRUNCATE ... RESTART IDENTITY of %d rows", len(tokens))
+
+    def _fault_expire(self, random: Random) -> None:
+        seconds = random.choice((0.3, 3.0))
+        self.scheduler.note("transactional.ids and producers that were idle for %g s expire", seconds)
+        self.seen["producers expire"] += 1
+        self.liveness.disturb()
+        self.cluster.expire(seconds)
+
+    def _fault_hide(self, random: Random) -> None:
+        hidden = random.choice(({"rows"}, {"rows"}, {"holds"}, {"rows", "holds"}))
+        self.scheduler.note("a policy hides %s", " and ".join(sorted(hidden)))
+        self.seen["rows or holds hidden"] += 1
+        self.database.hidden |= hidden
+        seconds = random.choice((0.3, 2.0, 9.0)) * random.random() * self.plan.outage
+        self.scheduler.after(seconds, self.database.hidden.clear)
+
+    def _fault_widen(self, random: Random) -> None:
+        topic = random.choice(sorted(_TOPICS))
+        if len(self.cluster.topics[topic]) < _WIDEST:
+            self.scheduler.note("%s gets another partition", topic)
+            self.seen["topic widened"] += 1
+            self.cluster.widen(topic)
+
+    def _fault_fail_over(self, random: Random) -> None:
+        standby = self.database.standby()
+        self.scheduler.after(random.choice((0.0, 0.1, 0.5)) * random.random(), lambda: self._fail_over(standby))
+
+    def _fail_over(self, standby: Standby) -> None:
+        lost, revived = self.database.promote(standby)
+        self.scheduler.note("a standby is promoted: %d rows are lost, %d come back", len(lost), len(revived))
+        self.seen["failover with lost or revived rows"] += bool(lost or revived)
+        self.lost.update(map(_token, lost))
+        self.revived.update(map(_token, revived))
+        self._fault_database(self.scheduler.random)
+
+    def _fault_leader_topic(self, random: Random) -> None:
+        topic = self.nodes[0].leader_topic
+        if topic not in self.cluster.topics:
+            return
+        self.scheduler.note("the leader topic is deleted")
+        self.seen["leader topic deleted"] += 1
+        self.liveness.disturb()
+        self.cluster.delete(topic)
+        self._elections.pop(topic, None)
+        self._leases_end_at = self.scheduler.now + _LEASE_SECONDS
+        width = random.choice(_MADE_BY_A_PRODUCER)
+        self.scheduler.after(random.random(), lambda: self.cluster.create(topic, width, {}))
 
     def _fault_restart(self, random: Random) -> None:
         node = self._up_node(random)
@@ -877,11 +982,12 @@ class Simulation:
     def _mend(self) -> None:
         self.scheduler.note("everything is mended")
         self.is_faulty = False
-        self._last_fault_at = self.scheduler.now
+        self.liveness.disturb()
         self.network.late_ends = self.network.late_produces = 0.0
         self.database.late_changes = self.database.slow_answers = 0.0
         self.database.set_holds([])
         self.database.server.is_up = True
+        self.database.hidden.clear()
         for process, server in list(self.network.cut):
             self.network.break_some(
                 lambda each, process=process, server=server: each.process is process and each.server is server
@@ -890,6 +996,8 @@ class Simulation:
         for number in range(len(self.cluster.brokers)):
             self.cluster.restart(number)
         for node in self.nodes:
+            if node.process is not None:
+                node.process.clock_error = 0.0
             if node.process is not None and node.process.is_suspended:
                 self._resume(node.process)
             if not node.is_up:
@@ -901,7 +1009,7 @@ class Simulation:
         self.seen["late request"] += self.network.delivered_late
         left = sorted(str(row.record.value, "utf-8") for row in self.database.rows.values())
         if left:
-            self.broken(f"{len(left)} rows still wait {_QUIET_SECONDS:g} s or more after the last fault: {left[:5]}")
+            self.broken(f"{len(left)} rows still wait {_MOST_QUIET_SECONDS:g} s after the last fault: {left[:5]}")
         counts: Counter[str] = Counter()
         for topic in _TOPICS:
             for partition in self.cluster.topics[topic]:
@@ -924,7 +1032,7 @@ class Simulation:
         misplaced = []
         for entry in published:
             token = (entry.value or b"").decode()
-            if entry.key is None:
+            if entry.key is None or token in self.revived:
                 continue
             number, before = int(token.partition(":")[2]), last.get(entry.key, 0)
             if entry.is_overdue and self.mode == "at-least-once":
@@ -959,13 +1067,17 @@ class Simulation:
         invented = self.rolled_back & counts.keys()
         if invented:
             self.broken(f"published, and never committed: {sorted(invented)[:5]}")
-        lost = self.committed - counts.keys() - self.truncated - self.skipped - left
+        lost = self.committed - counts.keys() - self.truncated - self.skipped - self.lost - left
         if lost:
             self.broken(f"lost: {sorted(lost)[:5]} ({len(lost)} of {len(self.committed)})")
-        repeated = sorted(token for token, count in counts.items() if count > 1)
+        repeated = sorted(token for token, count in counts.items() if count > 1 and token not in self.revived)
         self.seen["repeated"] += len(repeated)
         if repeated and self.mode == "exactly-once":
             self.broken(f"repeated: {repeated[:5]} ({len(repeated)})")
+
+
+def _token(record: StoredRecord) -> str:
+    return str(record.value, "utf-8")
 
 
 @contextmanager

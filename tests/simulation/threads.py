@@ -235,6 +235,39 @@ class Future:
         self._event.wait(timeout)
 
 
+class ThreadPoolExecutor:
+    """`concurrent.futures.ThreadPoolExecutor`: each call has a thread of its own."""
+
+    def __init__(self, _: int, thread_name_prefix: str = "") -> None:
+        self._name = thread_name_prefix
+        self._futures: list[Future] = []
+
+    def __enter__(self) -> ThreadPoolExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future in self._futures:
+            future.wait_until_done(None)
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """Call a function for each item, and yield the results in their order."""
+        futures = [self._submit(function, item) for item in items]
+        return (future.result() for future in futures)
+
+    def _submit(self, function: Callable[[Any], Any], item: object) -> Future:
+        future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(item))
+            except Exception as error:
+                future.set_exception(error)
+
+        Thread(run, name=self._name).start()
+        self._futures.append(future)
+        return future
+
+
 def _wait_for_futures(futures: list[Future], timeout: float | None = None) -> None:
     (future,) = futures
     future.wait_until_done(timeout)
@@ -252,6 +285,10 @@ def _monotonic() -> float:
     return current().process.monotonic()
 
 
+def _wall_clock() -> float:
+    return current().process.wall_clock()
+
+
 def _clock_gettime(clock: int) -> float:
     process = current().process
     return process.monotonic() if clock == time.CLOCK_MONOTONIC else process.boottime()
@@ -262,8 +299,8 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
     """Run the product in the simulated world: its threads are tasks, its clocks those of their process."""
     times = SimpleNamespace(
         monotonic=_monotonic,
-        time=scheduler.wall_clock,
-        time_ns=lambda: int(scheduler.wall_clock() * 1_000_000) * 1000,
+        time=_wall_clock,
+        time_ns=lambda: int(_wall_clock() * 1_000_000) * 1000,
         perf_counter=_monotonic,
         thread_time=lambda: 0.0,
         sleep=_sleep,
@@ -280,12 +317,13 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
     places: dict[int, object] = {
         id(time): times,
         id(time.monotonic): _monotonic,
-        id(time.time): scheduler.wall_clock,
+        id(time.time): _wall_clock,
         id(time.sleep): _sleep,
         id(threading): threads,
         id(threading.Event): Event,
         id(queue.SimpleQueue): SimpleQueue,
         id(concurrent.futures.Future): Future,
+        id(concurrent.futures.ThreadPoolExecutor): ThreadPoolExecutor,
         id(concurrent.futures.wait): _wait_for_futures,
         id(random): drawn,
         id(uuid): SimpleNamespace(uuid4=uuid4, UUID=uuid.UUID),

@@ -19,7 +19,7 @@ from devstack.frame_proxy import Api, FrameProxy, Match, Request
 from outbox_core.kafka.clients import discard, make_admin, make_consumer, make_producer
 from tests.simulation import clients
 from tests.simulation.brokers import Cluster
-from tests.simulation.network import Connection, Network
+from tests.simulation.network import Connection, Cut, Network
 from tests.simulation.network import Request as SimulatedRequest
 from tests.simulation.scheduling import Process, Scheduler, current
 
@@ -231,7 +231,7 @@ class SimulatedWorld(World):
         return True
 
     def cut(self) -> None:
-        self.network.cut[self._process, self.cluster.brokers[0]] = None
+        self.network.sever(self._process, self.cluster.brokers[0], Cut())
 
     def refuse(self) -> None:
         self.cluster.brokers[0].is_up = False
