@@ -289,9 +289,8 @@ class ChaosRun:
             if outbox is None:
                 hit = self._disturb_services(fault)
             elif self._one_is_ill:
-                self._ill[outbox.name] = str(fault)
+                self._ill[outbox.name] = f"{fault.kind} from {time.strftime('%H:%M:%S')} for {fault.seconds:.0f} s"
                 hit = make_ill(self.services, outbox, fault)
-                self._say(f"        {outbox.name} {fault.kind}: {hit.what}")
             else:
                 hit = outbox.suffer(fault)
         except Missed as missed:
@@ -320,9 +319,11 @@ class ChaosRun:
         """Return the longest wait from a fault's beginning until nothing waits; None if nobody looks."""
         if self._waiting is None or outbox is None:
             return None
-        if not self._waiting.catch_up(outbox.name, _CATCH_UP_SECONDS):
-            self._say(f"{outbox.name}: rows still wait {_CATCH_UP_SECONDS:.0f} s after a fault")
-        return round(self._waiting.longest(outbox.name, since).seconds, 1)
+        caught_up = self._waiting.catch_up(outbox.name, _CATCH_UP_SECONDS)
+        longest = self._waiting.longest(outbox.name, since).seconds
+        rest = "" if caught_up else f", and {_CATCH_UP_SECONDS:.0f} s after it rows wait"
+        self._say(f"        {outbox.name} {self._ill[outbox.name]}: a row waited for {longest:.0f} s{rest}")
+        return round(longest, 1)
 
     def _note_long_wait(self, name: str, wait: Wait) -> None:
         """Note that a row waits for too long, and let the harvesters print what they are doing."""

@@ -1,7 +1,8 @@
 """The services of a chaos run: Postgres and Kafka of its own, quick to notice faults, with proxies that cut them off.
 
-Every harvester is on a *side*, and has the links of that side: to the brokers, one or three, through the side's proxies,
-and to the database through a proxy for its outbox and side. By default there are two sides, which all outboxes share.
+Every harvester is on a *side*, and has the links of that side: to the brokers, one or three, through the side's
+proxies, and to the database through a proxy for its outbox and side. By default there are two sides, which all outboxes
+share.
 """
 
 import shutil
