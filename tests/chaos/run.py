@@ -227,6 +227,16 @@ class ChaosRun:
             if not waiting.catch_up(outbox.name, _BEGIN_SECONDS):
                 raise AssertionError(f"{outbox.name} does not catch up with its load")
 
+    def suffer(self, outbox: ChaosOutbox, fault: Fault) -> Happened:
+        """Do one fault, within `under_load`, and return it.
+
+        Raises:
+            AssertionError: if it could not be done.
+        """
+        if not self._do(outbox, fault):
+            raise AssertionError(self._missed[-1])
+        return self._happened[-1]
+
     def settle(self, seconds: float) -> Report:
         """End the load, let the outboxes run empty, stop the harvesters, read to the end and return the report."""
         if self._errors:

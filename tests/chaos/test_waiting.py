@@ -12,10 +12,17 @@ _SOON = 20
 
 
 @pytest.fixture
-def outbox(database):
-    """A connection to a database with an empty outbox."""
+def url(database):
+    """A database with an empty outbox."""
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute(create_table_sql(TableName.parse("outbox")))
+    return database
+
+
+@pytest.fixture
+def outbox(url):
+    """A connection to it."""
+    with psycopg.connect(url, autocommit=True) as connection:
         yield connection
 
 
@@ -26,9 +33,9 @@ def told():
 
 
 @pytest.fixture
-def waiting(database, outbox, told):
+def waiting(url, told):
     """An observer of that outbox."""
-    observer = Waiting(database, ["outbox"], lambda name, wait: told.append((name, wait.row)))
+    observer = Waiting(url, ["outbox"], lambda name, wait: told.append((name, wait.row)))
     observer.start()
     yield observer
     observer.stop()
