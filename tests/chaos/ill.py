@@ -97,8 +97,8 @@ def _lose_link(services: Services, outbox: ChaosOutbox, patient: _Patient, fault
     if to != "database":
         roles = _roles(services, outbox)
         brokers = [number for number, played in roles.items() if to in {"brokers", *played}]
-        if to == "data":  # the one with data alone, if there is one; each leads some partition
-            brokers = sorted(brokers, key=lambda number: len(roles[number]))[:1]
+        if to == "data":  # each leads some partition; the one with data alone, or with transactions
+            brokers = sorted(brokers, key=lambda number: len(roles[number] - {"transactions"}))[:1]
         what = ", ".join(f"broker {number} [{' '.join(sorted(roles[number]))}]" for number in brokers)
         lost = [links.brokers.of[number] for number in brokers]
     # At least once, bytes of Kafka's clients that arrive after their leader was deposed are excluded by nothing.

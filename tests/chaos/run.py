@@ -301,6 +301,7 @@ class ChaosRun:
             elif self._one_is_ill:
                 self._ill[outbox.name] = f"{fault.kind} from {time.strftime('%H:%M:%S')} for {fault.seconds:.0f} s"
                 hit = make_ill(self.services, outbox, fault)
+                self._ill[outbox.name] += f", {hit.what}"
             else:
                 hit = outbox.suffer(fault)
         except Missed as missed:
