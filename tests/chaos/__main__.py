@@ -12,11 +12,9 @@ from tests.chaos.schedule import DECKS, LONGEST_ILLNESS_SECONDS
 from tests.chaos.services import SIDES, Services
 from tests.chaos.worker import BREACHES
 
-_OUTBOXES, _RATE = 5, 2000.0
-_OUTBOXES_OF_THE_ILL, _RATE_OF_THE_ILL = (
-    2,
-    120.0,
-)  # which three harvesters each and a backlog of a minute leave time for
+_OUTBOXES, _RATE, _KEYS = 5, 2000.0, 25
+# So few records of so many keys that slow links and a backlog of a minute are no overload.
+_OUTBOXES_OF_THE_ILL, _RATE_OF_THE_ILL, _KEYS_OF_THE_ILL = 2, 80.0, 100
 
 
 def main() -> int:
@@ -27,7 +25,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the schedule; a new one by default")
     parser.add_argument("--outboxes", type=int, help=f"{_OUTBOXES} by default, {_OUTBOXES_OF_THE_ILL} in deck one")
     parser.add_argument("--rate", type=float, help="records per second, of all outboxes together")
-    parser.add_argument("--keys", type=int, default=25, help="number of keys on each topic")
+    parser.add_argument("--keys", type=int, help=f"on each topic; {_KEYS} by default, {_KEYS_OF_THE_ILL} in deck one")
     parser.add_argument("--least-faults", type=int, default=0, help="go on until so many faults were done")
     parser.add_argument("--late-requests", type=int, default=0, help="go on until so many have arrived late")
     parser.add_argument("--least-records", type=int, default=0, help="go on until so many have been delivered")
@@ -58,7 +56,7 @@ def main() -> int:
             seed=seed,
             outboxes=outboxes,
             records_per_second=rate,
-            keys=options.keys,
+            keys=options.keys or (_KEYS_OF_THE_ILL if one_is_ill else _KEYS),
             directory=directory,
             leading=leading,
             limits={"mark_query_records": 25} if options.two_leaders else None,  # many small transactions

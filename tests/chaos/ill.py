@@ -31,7 +31,7 @@ from tests.chaos.services import Services
 
 CREW = 3
 """Harvesters of each outbox."""
-_SHORTEST_DELAY, _LONGEST_DELAY = 0.1, 0.8
+_SHORTEST_DELAY, _LONGEST_DELAY = 0.05, 0.4  # in each direction, of each piece: a commit takes five trips and more
 _LOOK_SECONDS = 0.2
 _BACKENDS = "SELECT pid FROM pg_stat_activity WHERE application_name = %s"
 _IDLE_BACKENDS = f"{_BACKENDS} AND wait_event = 'ClientRead' AND state = 'idle' AND backend_xid IS NULL"
