@@ -13,6 +13,7 @@ import platform
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -22,8 +23,9 @@ from weakref import WeakKeyDictionary, ref
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from outbox_core.errors import InvalidConfig
+from outbox_core.errors import InvalidConfig, RowsHeld, RowsRemain
 from outbox_core.http_server import Answer, HttpServer, Request, text_answer
+from outbox_core.kafka.duty import Duty
 from outbox_core.monitoring.families import COUNTERS, GAUGES, HISTOGRAMS, Families
 from outbox_core.monitoring.histogram import BATCH_BUCKETS, LATENCY_BUCKETS, WeightedHistogram
 from outbox_core.monitoring.publication import OTHER_TOPICS, PublicationCounts
@@ -44,6 +46,7 @@ __all__ = [
 _HEALTH_PAGES = ("/healthz", "/readyz", "/livez")
 _TITLE = "<!DOCTYPE html><title>kafka-outbox</title>\n"
 
+_LONG_STEP_SECONDS = 3.0  # it is normal to wait for less
 _LULL_SECONDS = 30.0  # who has sent nothing for so long does not try any more
 _NEVER = float("-inf")
 
@@ -79,40 +82,102 @@ class Activity:
 
     Only finished work counts: a leader that begins one transaction after the other and can commit none is unhealthy.
     The clock stands still while the machine sleeps, and so do harvesters.
+
+    `duty` is what the leader owes, for `outbox_core.harvest.work_watch`; its names of work complete "it could not ...".
+    A **step** is a call under way that may hang, by its name for people; its thread tells nothing until it is over.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.now = clock
         self._tried_at = _NEVER
         self._finished_at = self._trying_since = clock()
-        self.begin()
+        self.duty = Duty()
+        self.culprit = ""  # who does not answer, for people, as far as the watch knows
+        self.unreachable: Mapping[tuple[str, int | None], float] = {}  # partitions or topics that fail -> since when
+        self._steps: dict[str, float] = {}  # under way -> when they began
+        self._begin()
 
     def begin(self) -> None:
         """Start a leadership: earlier work does not count."""
+        self.duty.began(self.now())
+        self._begin()
+
+    def _begin(self) -> None:
         self.refused: Mapping[str, str] = {}
-        self._looked_at = self._clock()
+        self.culprit, self.unreachable = "", {}
+        self._looked_at = self.now()
         self.finished()
+        self.has_finished = False
+
+    def end(self) -> None:
+        """End a leadership: nothing is owed any more."""
+        self.duty.ended()
+
+    def cannot_reach(self, places: Mapping[tuple[str, int | None], float]) -> None:
+        """Note partitions, or topics, that Kafka could not be reached for, with the seconds since the first failure."""
+        at = self.now()
+        self.unreachable = {place: at - seconds for place, seconds in places.items()}
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Note a call that may hang, for as long as it is under way."""
+        self._steps[name] = self.now()
+        try:
+            yield
+        finally:
+            self._steps.pop(name, None)
+
+    @contextmanager
+    def statement(self, name: str, work: str) -> Iterator[None]:
+        """Note a call to the database, and its success; a right that is missing for all is no failure of this one."""
+        self.duty.tried(work, self.now())
+        with self.step(name):
+            try:
+                yield
+            except (RowsHeld, RowsRemain):
+                self.duty.dropped(work)
+                raise
+        self.duty.succeeded(work)
+
+    def tries_to(self, *works: str) -> None:
+        """Note that work begins which ends with `duty.succeeded` or `duty.dropped`."""
+        for work in works:
+            self.duty.tried(work, self.now())
+
+    @property
+    def longest_step(self) -> tuple[str, float]:
+        """The call that has been under way for the longest time, and for how many seconds; "" for none."""
+        began = sorted((since, name) for name, since in list(self._steps.items()))
+        return (began[0][1], self.now() - began[0][0]) if began else ("", 0.0)
+
+    @property
+    def circumstances(self) -> str:
+        """The call that is waited for and who does not answer, to follow a complaint; "" if neither is known."""
+        name, seconds = self.longest_step
+        waits = f"; it waits for {name} for {seconds:.0f} s" if seconds >= _LONG_STEP_SECONDS else ""
+        return waits + (f"; {self.culprit}" if self.culprit else "")
 
     def looked(self) -> None:
         """Note that the table was read."""
-        self._looked_at = self._clock()
+        self._looked_at = self.now()
 
     def tries(self) -> None:
         """Note that records are on their way to Kafka."""
-        at = self._clock()
+        at = self.now()
         if at - self._tried_at > _LULL_SECONDS:
             self._trying_since = at
         self._tried_at = at
 
     def finished(self) -> None:
         """Note that records were deleted after their publication, or held."""
-        self._finished_at = self._trying_since = self._clock()
+        self.has_finished = True
+        self._finished_at = self._trying_since = self.now()
         self._tried_at = _NEVER
 
     @property
     def idle_seconds(self) -> float:
         """Time since the table was read, or records were dealt with."""
-        return self._clock() - max(self._looked_at, self._finished_at)
+        return self.now() - max(self._looked_at, self._finished_at)
 
     @property
     def remark(self) -> str:
@@ -129,12 +194,16 @@ class Activity:
 
         `look_interval` is the longest regular pause between two readings of the table, in seconds.
         """
-        at = self._clock()
+        at, seen = self.now(), self.circumstances or "; see its log"
+        owed = {work: seconds for work, seconds in self.duty.owed(at).items() if seconds > limit_seconds}
+        if owed:
+            work = max(owed, key=lambda each: owed[each])
+            return f"it leads, and could not {work} for {owed[work]:.0f} s{seen}"
         fruitless = at - self._trying_since if at - self._tried_at <= _LULL_SECONDS else 0.0
         if fruitless > limit_seconds:
-            return f"it leads, and of the records it sends none could be dealt with for {fruitless:.0f} s; see its log"
+            return f"it leads, and of the records it sends none could be dealt with for {fruitless:.0f} s{seen}"
         if self.idle_seconds > limit_seconds + look_interval:
-            return f"it leads, and the table could not be read for {self.idle_seconds:.0f} s; see its log"
+            return f"it leads, and the table was not read for {self.idle_seconds:.0f} s{seen}"
         return None
 
 
@@ -226,6 +295,8 @@ class HarvestMetrics:
         """Note that leadership begins, and its number, or that it ends."""
         if leader:
             self.activity.begin()
+        else:
+            self.activity.end()
         self._term = term if leader else -1
         self._values["leader"] = float(leader)
 

@@ -37,6 +37,7 @@ _GAUGES = {
     "lag_records": "Records of the message topic that this process has yet to read.",
     "in_progress": "Messages between start and end in this tracker's partitions.",
     "oldest_unfinished_age_seconds": "Age of the oldest of them, since its start.",
+    "consumers_away": "Consumers of this process that have left their group, as a broker does not answer them.",
 }
 _TIMED = {"produced": "production", "consumed": "queueing"}
 
@@ -49,6 +50,7 @@ class QueueCounters:
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._histograms = {name: WeightedHistogram(TIME_BUCKETS) for name in _HISTOGRAMS}
         self._processing = 0
+        self._away = 0
         self._lags: dict[Hashable, int] = {}  # by consumer
 
     def count(self, name: str, messages: int = 1, seconds: float | None = None) -> None:
@@ -62,6 +64,11 @@ class QueueCounters:
         """Add to the number of messages that this process works on."""
         with self._lock:
             self._processing += change
+
+    def consumer_left(self, is_away: bool) -> None:
+        """Count a consumer that leaves its group because it cannot work, or (False) joins it again."""
+        with self._lock:
+            self._away += 1 if is_away else -1
 
     def lag(self, consumer: Hashable, messages: int | None) -> None:
         """Set the number of records that one of this process's consumers has yet to read; None if that is unknown."""
@@ -87,6 +94,7 @@ class QueueCounters:
             for name, histogram in self._histograms.items():
                 histogram.add_to(families.histograms[name], queue)
             families.gauges["processing"].add_metric([queue], self._processing)
+            families.gauges["consumers_away"].add_metric([queue], self._away)
             lags = list(self._lags.values())
         if lags:
             families.gauges["lag_records"].add_metric([queue], sum(lags))
@@ -114,6 +122,7 @@ class QueueMetrics(Collector):
         self._lock = threading.Lock()
         self._queues: dict[str, QueueCounters] = {}
         self._tracker: _TrackerView | None = None
+        self._is_tracker_away = False
         try:
             self.registry.register(self)
         except ValueError:
@@ -133,6 +142,10 @@ class QueueMetrics(Collector):
         """Set a tracker's numbers; the ages of the load are in milliseconds."""
         self._tracker = _TrackerView(load, partitions, catching_up, unreadable)
 
+    def tracker_left(self, is_away: bool) -> None:
+        """Note that the tracker leaves its group because it cannot work, or (False) joins it again."""
+        self._is_tracker_away = is_away
+
     def collect(self) -> Iterator[Metric]:
         """Yield the families of a scrape."""
         families = _Families()
@@ -141,7 +154,7 @@ class QueueMetrics(Collector):
         for queue, counters in queues:
             counters.add_to(families, queue)
         if self._tracker is not None:
-            families.add_tracker(self._tracker)
+            families.add_tracker(self._tracker, is_away=self._is_tracker_away)
         yield from families.all()
 
 
@@ -167,16 +180,21 @@ class _Families:
             labels=[],
         )
 
-    def add_tracker(self, view: _TrackerView) -> None:
+        self.away = GaugeMetricFamily(
+            tracker + "away", "1 while it has left its group, as a broker does not answer it.", labels=[]
+        )
+
+    def add_tracker(self, view: _TrackerView, *, is_away: bool) -> None:
         for queue, (count, age) in view.load.items():
             self.gauges["in_progress"].add_metric([queue], count)
             self.gauges["oldest_unfinished_age_seconds"].add_metric([queue], age / 1000)
         self.partitions.add_metric([], view.partitions)
         self.catching_up.add_metric([], view.catching_up)
         self.unreadable.add_metric([], view.unreadable)
+        self.away.add_metric([], float(is_away))
 
     def all(self) -> Iterator[Metric]:
         yield from self.counters.values()
         yield from self.histograms.values()
         yield from self.gauges.values()
-        yield from (self.partitions, self.catching_up, self.unreadable)
+        yield from (self.partitions, self.catching_up, self.unreadable, self.away)

@@ -32,7 +32,7 @@ class GroupHealth:
         self._connection = connection
         self._lease = config.heartbeat_timeout.total_seconds()
         self._patience = _SESSIONS_OF_SILENCE * config.session_timeout.total_seconds()
-        self._heard_at = now()
+        self.heard_at = now()  # the last time a leader's heartbeat was read; at first that of the start
         self._has_heard = False
         self._rejoin_at = 0.0
         self._refusal = ""
@@ -44,7 +44,7 @@ class GroupHealth:
     def trouble(self) -> str | None:
         """The reason why the group has no leader that works for us, or None."""
         at, group = now(), self._config.group_id
-        silence, unanswered = at - self._heard_at, at - self._connection.answered_at
+        silence, unanswered = at - self.heard_at, at - self._connection.answered_at
         if silence <= self._lease:
             return self._stranger or None
         reason = self._lasting_refusal(at)
@@ -59,13 +59,18 @@ class GroupHealth:
     @property
     def silent_seconds(self) -> float:
         """Seconds since Kafka last did what this member asked of it, or brought a leader's heartbeat."""
-        return max(0.0, now() - max(self._heard_at, self._connection.answered_at))
+        return max(0.0, now() - max(self.heard_at, self._connection.answered_at))
+
+    @property
+    def last_error(self) -> str:
+        """The last complaint of Kafka or its client that still stands, '' for none."""
+        return self._refusal or self._connection.last_error
 
     def may_rejoin(self) -> bool:
         """Tell, ever more rarely, that no leader was heard for so long that the group may need to be joined anew."""
-        at, due = now(), max(self._heard_at + self._patience, self._rejoin_at)
+        at, due = now(), max(self.heard_at + self._patience, self._rejoin_at)
         if at >= due:
-            self._rejoin_at = 2 * at - self._heard_at
+            self._rejoin_at = 2 * at - self.heard_at
         return at >= due
 
     def on_signal(self, signal: Signal | None) -> None:
@@ -76,7 +81,7 @@ class GroupHealth:
         config, ours = self._config, self._config.contest
         if not isinstance(signal, Heartbeat) or not ours.includes(signal.contest):
             return
-        self._heard_at = now()
+        self.heard_at = now()
         stranger = ""
         if not ours.agrees(signal.contest):
             stranger = (
@@ -113,7 +118,7 @@ class GroupHealth:
 
     def probe(self, producer: Producer) -> None:
         """Ask Kafka now and then while no leader is heard, so that `trouble` names the right cause."""
-        self._connection.probe(producer, in_doubt=now() - self._heard_at > self._lease / 2)
+        self._connection.probe(producer, in_doubt=now() - self.heard_at > self._lease / 2)
 
     def forget_refusal(self) -> None:
         """Forget a refusal: another member writes from now on."""

@@ -34,5 +34,13 @@ class LeaderElector(Protocol):
     def silent_seconds(self) -> float:
         """Seconds since Kafka answered last; 0.0 where that is not known."""
 
+    def step_down(self, reason: str, is_able: Callable[[], bool]) -> None:
+        """Hand leadership over (`LeaderRevoked`, if held), and contend for none for a time; returns at once.
+
+        For who cannot do a leader's work: another process may. `reason` is for people. Contends again once `is_able`,
+        asked on a thread of its own, returns True, or once no process leads. An elector without this method keeps the
+        leadership.
+        """
+
 
 ElectorFactory = Callable[[EventHandler], LeaderElector]

@@ -4,6 +4,21 @@ All of it runs on one thread, which must never wait for long. Only an event hand
 on time, because its users compare its deadline.
 
 A member reports trouble that an operator can mend (`GroupHealth`) and tries on; only at the start is it an error.
+
+**Who cannot lead, leaves.** The group's coordinator gives the partition by group heartbeats alone, so a member may own
+it and not reach the broker that has it, or reach that in one direction only. An owner that has not led for two sessions
+leaves the group and stays out (`absence`); so does who is told to `step_down`, whether it owns the partition or not.
+While out it reads on: its `Predecessor` and its health know of leaders as a standby's do.
+
+- *No two lead*: the ownership ends before the group is left, in the order of every hand-over: the work in flight ends
+  (`LeaderRevoked`), the lease is dropped, the resignation is written, and only then does the coordinator hear of it. An
+  owner that could not lead has no lease, and its resignation, if it gets through, tells no more than that.
+- *Order and exactly once* rest on that hand-over and on the successor's wait, as ever; nothing else is told to anybody.
+- *The count begins with the partition, or with the end of the last lease*, never with the last heartbeat heard: who
+  gets the partition after long silence has two sessions of its own.
+- *A deposed owner whose rival's heartbeats it hears stays*: somebody leads, and the claim of the next owner would only
+  depose that one. Such a rival is a stranger to the group, or is about to learn from the coordinator that it has lost
+  the partition. A rival that made a claim and writes no heartbeats is none.
 """
 
 from __future__ import annotations
@@ -13,6 +28,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from outbox_core.election.absence import AbilityQuestion, Absence, Look, SteppedDown, UnableToLead
 from outbox_core.election.connection_log import ConnectionLog, is_lasting, refusal, why_refused
 from outbox_core.election.group_health import GroupHealth
 from outbox_core.election.lease import Leadership, now
@@ -44,6 +60,7 @@ _LONGEST_WAIT_SECONDS = 0.05  # how late a request to stop may be noticed
 _END_OFFSET_TIMEOUT_SECONDS = 1.0
 _FIRST_WRITE_SECONDS = 5.0
 _RESIGN_SECONDS = 1.0
+_SESSIONS_UNABLE = 2  # longer than any hand-over, with the wait for an earlier lease
 _LOOK_BACK = 1000  # messages before a member's first: more than what some groups write in the time of a lease
 _LONG_AGO_SECONDS = 600.0  # longer than any lease, and than clocks of machines are apart
 
@@ -61,6 +78,9 @@ class Member:
         self._ownership: Ownership | None = None
         self.is_handing_over = False  # then the lease may still run, and no work may begin
         self._has_joined = False
+        self._able_at = now()  # the last time when it led, or had no partition to lead by
+        self._absence: Absence | None = None
+        self._left_at = 0.0
         self._connection = ConnectionLog(config)
         self._health = GroupHealth(config, self._connection)
         self._predecessor = Predecessor(config.heartbeat_timeout.total_seconds())
@@ -78,8 +98,24 @@ class Member:
 
     @property
     def trouble(self) -> str | None:
-        """The reason why the group has no leader, or None; see `GroupHealth`."""
-        return self._health.trouble
+        """The reason why this member is out of the group, or why that has no leader (`GroupHealth`), or None."""
+        absence = self._absence
+        if absence is None:
+            return self._health.trouble
+        return (
+            f"left leader group {self._config.group_id!r} for {now() - self._left_at:.0f} s: {absence.reason}; "
+            f"comes back when {absence.condition}"
+        )
+
+    @property
+    def is_out(self) -> bool:
+        """True while it is out of the group, and another member leads, if it can."""
+        return self._absence is not None
+
+    @property
+    def hears_leader(self) -> bool:
+        """True if a leader's heartbeat was read within the time of a lease."""
+        return self._health.heard_at > now() - self._config.heartbeat_timeout.total_seconds()
 
     @property
     def silent_seconds(self) -> float:
@@ -100,6 +136,9 @@ class Member:
 
         Raises OutboxError if this member can never lead: the group or the topic refuses it, or its client is broken.
         """
+        if self._absence is not None:
+            self._stay_out(self._absence)
+            return
         self._write()
         # Any question makes librdkafka's main thread look whether a group heartbeat or a join is due. Left alone it
         # looks every 500 ms, whatever `heartbeat.interval.ms` says: a standby took up to 850 ms to learn of a
@@ -117,16 +156,76 @@ class Member:
         else:
             self._read(message)
         self._health.probe(self._producer)
-        if self._ownership is None and self._health.may_rejoin():
+        self._leave_if_unable()
+        if self._ownership is None and self._absence is None and self._health.may_rejoin():
             # The client divides the partitions by what one broker knows. If that did not know a new leader topic yet,
             # no member has its partition, and Kafka finds the group in order.
             logger.info("%s: no leader is heard; joins %s anew", self._config.name, self._config.group_id)
             self._consumer.unsubscribe()
             self._subscribe()
 
+    def step_down(self, reason: str, is_able: Callable[[], bool]) -> None:
+        """Hand leadership over, if held, and stay out of the group until `is_able`, or until nobody leads.
+
+        Out of the group already, it stays out for this reason instead.
+        """
+        question = AbilityQuestion(f"neli-{self._config.group_id}-able", is_able)
+        self._leave(SteppedDown(reason, now(), self._session, question))
+
+    @property
+    def _session(self) -> float:
+        return self._config.session_timeout.total_seconds()
+
+    def _leave_if_unable(self) -> None:
+        ownership, at = self._ownership, now()
+        if ownership is None or ownership.leadership is not None or ownership.hears_rival:
+            self._able_at = at
+        elif at - self._able_at > _SESSIONS_UNABLE * self._session:
+            cause = self._health.last_error
+            reason = f"it had the partition and could not lead for {at - self._able_at:.0f} s"
+            reason += f" ({cause})" if cause else ""
+            self._leave(UnableToLead(reason, at, self._session, self._send_look))
+
+    def _leave(self, absence: Absence) -> None:
+        """Leave the group for a time, after a hand-over, so that the coordinator gives the partition to another."""
+        name, group = self._config.name, self._config.group_id
+        if self._absence is not None:
+            self._absence.end()
+        logger.warning(
+            "%s leaves leader group %s: %s; comes back when %s", name, group, absence.reason, absence.condition
+        )
+        self._hand_over()
+        self._consumer.unsubscribe()  # which the next polls carry out
+        self._left_at = now()
+        self._absence = absence
+
+    def _stay_out(self, absence: Absence) -> None:
+        """Read beside the group, and join it again when there is a reason."""
+        message = self._consumer.poll(_LONGEST_WAIT_SECONDS)
+        if message is not None and (error := message.error()) is not None:
+            self._on_error(error)
+        self._producer.poll(0)
+        self._observer.poll(self._position)
+        self._health.probe(self._producer)
+        news = absence.news(now(), self._health.heard_at)
+        if news:
+            logger.info(
+                "%s joins leader group %s again after %.0f s: %s",
+                *(self._config.name, self._config.group_id, now() - self._left_at, news),
+            )
+            self._end_absence()
+            self._subscribe()
+
+    def _end_absence(self) -> None:
+        if self._absence is not None:
+            self._absence.end()
+        self._absence = None
+        self._able_at = now()
+
     def close(self) -> None:
         """Hand leadership over, if held, and leave the group."""
         self._hand_over()
+        self._end_absence()
         # Without a partition librdkafka's close alone would not leave the group.
         for step in (self._consumer.unsubscribe, self._consumer.close, self._observer.close):
             with suppress(KafkaException, RuntimeError):
@@ -174,6 +273,22 @@ class Member:
                 return
             time.sleep(_LONGEST_WAIT_SECONDS)
 
+    def _send_look(self, look: Look) -> None:
+        """Write a look without waiting for it; one that is refused is an answer, too."""
+
+        def note(error: KafkaError | None, message: Message) -> None:
+            self._on_delivery(error, message)
+            if error is None:
+                look.acknowledged(message.offset())
+
+        self._forget_unsent()
+        value = encode_look(self._config.name, self._config.contest)
+        with suppress(BufferError):
+            try:
+                self._producer.produce(self._place.topic, value, partition=self._place.partition, on_delivery=note)
+            except KafkaException as error:
+                self._health.on_refused(error.args[0])
+
     def _write_through(self, value: bytes, give_up_at: float) -> tuple[KafkaError | None, int | None]:
         """Write a message and wait until Kafka has it; return the error, or its offset."""
         outcome: list[tuple[KafkaError | None, int | None]] = []
@@ -195,6 +310,8 @@ class Member:
 
     def _observe(self, message: Message) -> None:
         """Take in a message beside the partition's owner."""
+        if self._absence is not None:
+            self._absence.read(message.offset() or 0)
         signal = self._signal(message)
         if signal is None or self._config.contest.includes(signal.contest):
             self._predecessor.observe(self._position - 1, signal, now())

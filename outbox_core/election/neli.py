@@ -7,6 +7,8 @@ partitions to at most one member; the owner of partition 0 may lead:
                           ^                                  ^                                      |
                           |                                  +--- lease over or higher claim -------+  LeaderFenced
                           +--- partition revoked: LeaderRevoked; lost: LeaderFenced ----------------+
+                          |
+                          +--- it has not led for two sessions, or `step_down`: out of the group for a time
 
 An assignment says only what the group's coordinator thought at the time. So the owner writes to the partition, and
 leads while it reads its own writing. `election/protocol.py` is that protocol as a state machine; `election/member.py`
@@ -18,6 +20,9 @@ runs it on Kafka clients; this module holds the threads. Why no two lead at once
 3. If both fail (an owner cut off from the coordinator alone, say) the successor's claim deposes the old owner when it
    reads that far; and no lease begins until every one is over that rests on a heartbeat before the claim.
 
+A member that leaves because it cannot lead or work (`member`) ends its ownership by the same hand-over as one that
+stops, and is a new member when it comes back; so 1 to 3 hold for it as for any other.
+
 A lease cannot stop a thread that is paused between comparing it and acting. To exclude that too, fence where the action
 takes effect, as the harvester's modes do.
 """
@@ -27,6 +32,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Self
 
 from outbox_core.election.leading import BackgroundTask
@@ -71,6 +77,7 @@ class Neli:
         self._starting = threading.Lock()
         self._member: Member | None = None
         self._task: BackgroundTask | None = None
+        self._wishes: deque[tuple[str, Callable[[], bool]]] = deque()  # to step down
         self._handling = False
         self._failure: BaseException | None = None
 
@@ -99,7 +106,8 @@ class Neli:
         """The reason why the group has no leader, for people; None while it works, even if another process leads.
 
         There is none for three sessions, or it leads for another outbox; the leader topic has refused our messages for
-        as long as a lease lasts; Kafka does not answer; or this elector was ended by an error.
+        as long as a lease lasts; Kafka does not answer; or this elector was ended by an error. Also while this process
+        is out of the group (`is_out`): then it would not take over.
         """
         if self._failure is not None:
             return str(self._failure)
@@ -111,6 +119,34 @@ class Neli:
         """Seconds since Kafka answered this elector last; 0.0 unless it is at work."""
         member = self._member
         return member.silent_seconds if member is not None else 0.0
+
+    @property
+    def is_out(self) -> bool:
+        """True while this process stays out of the group: it could not lead, or has stepped down; see `trouble`."""
+        member = self._member
+        return member is not None and member.is_out
+
+    @property
+    def hears_leader(self) -> bool:
+        """True if a leader's heartbeat, this process' own perhaps, was read within the time of a lease."""
+        member = self._member
+        return member is not None and member.hears_leader
+
+    def step_down(self, reason: str, is_able: Callable[[], bool]) -> None:
+        """Hand leadership over, if held, because this process cannot do a leader's work, and let others lead.
+
+            neli.step_down("the ledger's database does not answer", is_able=ledger.answers)
+
+        Returns at once. The elector's thread hands over in order (`LeaderRevoked`, which may block) and leaves the
+        group. It joins again, after a session (6 s) at least, once `is_able` returns True, or once it has heard no
+        leader for 10 to 15 s: then somebody must try. So a group of one has no leader for that long.
+
+        Args:
+            reason: For people, in the log and in `trouble`.
+            is_able: Asked on a thread of its own, after pauses of 1 s growing to 10 s, so it may take its time; what it
+                raises counts as False, and is logged once.
+        """
+        self._wishes.append((reason, is_able))
 
     def start(self) -> None:
         """Join the group, and make the leader topic if it is missing. Idempotent.
@@ -207,6 +243,8 @@ class Neli:
             return
         try:
             while not self._stopping.is_set():
+                if self._wishes:
+                    member.step_down(*self._wishes.popleft())
                 member.run_once()
         except BaseException as error:  # of a handler that calls `sys.exit`, too: a thread would end without a word
             if not isinstance(error, OutboxError):

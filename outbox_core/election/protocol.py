@@ -22,6 +22,9 @@ members read them; so at every offset there is exactly one **highest claim**, an
 
 CANDIDATE and LEADING write heartbeats; CLAIMING and DEPOSED write none. A leader whose ownership ends resigns.
 
+An ownership may end because its owner wants that: it has not led for two sessions, or cannot do a leader's work
+(`member`). For all others that is a revocation like any other, so no invariant has an exception for it.
+
 Invariants, and where the code shows them:
 
 1. *Only an own heartbeat gives or renews a lease*, and only one of this term that this object remembers having sent:
@@ -69,6 +72,7 @@ class State(Enum):
 class _Rival(NamedTuple):
     claim: int
     heard_at: float
+    beats: bool = False  # it has written heartbeats since, as who leads does
 
 
 # Two machines' clocks may run at rates that differ by less than this.
@@ -139,6 +143,11 @@ class Ownership:
         self._due = float("-inf")
         self._end = 0  # the offset after the last message read
         self._rival = _Rival(-1, 0.0)
+
+    @property
+    def hears_rival(self) -> bool:
+        """True while it is deposed, and hears the heartbeats of the rival: somebody leads."""
+        return self.state is State.DEPOSED and self._rival.beats
 
     def next_signal(self, now: float) -> Signal | None:
         """Return the signal due at `now`, if any; hand it to the client at once, as it counts as sent."""
@@ -218,7 +227,7 @@ class Ownership:
 
     def _observe_heartbeat(self, offset: int, beat: Heartbeat, now: float) -> LeaderAcquired | LeaderFenced | None:
         if self.state is State.DEPOSED and self._rival.claim <= beat.claim < offset:
-            self._rival = self._rival._replace(heard_at=now)
+            self._rival = self._rival._replace(heard_at=now, beats=True)
         if beat.id != self._claim.id or beat.claim != self._term or beat.sequence not in self._sent:
             return None
         sent_at = self._sent.pop(beat.sequence)

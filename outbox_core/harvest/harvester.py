@@ -1,8 +1,9 @@
 """The harvester's life: check everything, contend for leadership, harvest while leading, stop in good order.
 
 Threads, all daemons: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the
-terms), one for each of the two database connections, one that counts the backlog, one that listens with `notify`, and
-`outbox-watch`. They share `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`.
+terms), one for each of the two database connections, one that counts the backlog, one that listens with `notify`,
+`outbox-watch`, and `outbox-duty` (`work_watch`), which has a leader step down that cannot do its work. They share
+`_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`.
 
                  LeaderAcquired                         lease over, LeaderFenced
     standing by ----------------> harvesting (a term) ---------------------------> finishing --> standing by
@@ -35,6 +36,7 @@ from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
 from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
+from outbox_core.harvest.work_watch import WorkWatch
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.kafka.errors import grant
@@ -125,7 +127,10 @@ class Harvester:
             parts = undo.enter_context(ExitStack())
             self._start_observer(identity, parts)  # first: if Kafka does not answer, metrics have the backlog
             ctx = self._start_parts(identity, parts)
-            self._thread = threading.Thread(target=self._run, args=(ctx, parts), name="outbox-harvest", daemon=True)
+            watch = WorkWatch(ctx, self._parts.questions(identity))
+            self._thread = threading.Thread(
+                target=self._run, args=(ctx, watch, parts), name="outbox-harvest", daemon=True
+            )
             self._thread.start()
             undo.pop_all()  # the harvest thread ends the parts
         atexit.register(self._stop_with_process)
@@ -229,7 +234,7 @@ class Harvester:
             return "not started"
         for outage in ctx.outages:
             if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
-                return outage.describe()
+                return outage.describe() + self.metrics.activity.circumstances
         if leads:
             return ctx.send_window.trouble(_UNHEALTHY_AFTER_SECONDS) or self.metrics.activity.trouble(
                 _UNHEALTHY_AFTER_SECONDS, look_interval=self.config.limits.mark_backoff.total_seconds()
@@ -245,7 +250,11 @@ class Harvester:
         # A standby waits for three sessions before it takes a leader for lost: the last one counts on until then.
         if self.is_leader or now() < self._fenced_at + _COUNTS_AFTER_FENCE_SECONDS:
             return True
-        return self._thread is None or (self._ctx is not None and self._ctx.elector.trouble is not None)
+        if self._thread is None or self._ctx is None:
+            return self._thread is None
+        elector = self._ctx.elector
+        is_led = getattr(elector, "is_out", False) and getattr(elector, "hears_leader", False)
+        return elector.trouble is not None and not is_led  # out of the group it has trouble, and another counts
 
     @property
     def kafka_answers(self) -> bool | None:
@@ -340,10 +349,10 @@ class Harvester:
 
     # -- the harvest thread
 
-    def _run(self, ctx: HarvestContext, parts: ExitStack) -> None:
+    def _run(self, ctx: HarvestContext, watch: WorkWatch, parts: ExitStack) -> None:
         try:
             with parts:
-                self._start_helpers(parts)
+                self._start_helpers(watch, parts)
                 try:
                     self._harvest_whenever_leading(ctx)
                 except BaseException as error:
@@ -355,8 +364,8 @@ class Harvester:
             self._ended.set()
             atexit.unregister(self._stop_with_process)
 
-    def _start_helpers(self, parts: ExitStack) -> None:
-        helpers: list[CommitListener | ExhaustionMonitor] = [ExhaustionMonitor(self)]
+    def _start_helpers(self, watch: WorkWatch, parts: ExitStack) -> None:
+        helpers: list[CommitListener | ExhaustionMonitor | WorkWatch] = [ExhaustionMonitor(self), watch]
         if self._commit_listener is not None:
             helpers.append(self._commit_listener)
         for helper in helpers:

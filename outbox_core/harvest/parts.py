@@ -17,6 +17,8 @@ from outbox_core.events import EventHandler
 from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic
+from outbox_core.harvest.questions import HarvesterQuestions
+from outbox_core.harvest.work_watch import Questions
 from outbox_core.kafka.clients import Producer, make_producer
 from outbox_core.kafka.row_topics import RowTopics
 from outbox_core.kafka.topics import ensure_dead_letter_topic, forbidden_topics
@@ -25,6 +27,8 @@ from outbox_core.stores.interface import OutboxStore, StoreFactory, may_hold
 from outbox_core.upkeep.wakeup import CommitListener
 
 ProducerFactory = Callable[[], Producer]
+
+_PROBE_SECONDS = 5.0
 
 
 class Identity(NamedTuple):
@@ -59,6 +63,17 @@ class Parts:
         if self._elector_factory is not None:
             return self._elector_factory(on_event)
         return Neli(NeliConfig.of(self._config, *identity), on_event)
+
+    def questions(self, identity: Identity) -> Questions:
+        """Make the questions of the watch over the work."""
+        config = self._config
+        group = config.leader_names(identity.outbox).group_id
+        store, database = self.store, f"the database of {identity.outbox}"
+        if store == self._postgres_store:
+            from outbox_core.stores.postgres.connection import location
+
+            store, database = self._probing_store, location(config.data_source)
+        return HarvesterQuestions(config.base_kafka_config, group, store, database)
 
     def publisher(self, identity: Identity, topics: RowTopics) -> Publisher | None:
         """Make the producer of at-least-once delivery; None for exactly once, which makes one for each term."""
@@ -112,7 +127,10 @@ class Parts:
         notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
         return CommitListener(notices, commits)
 
-    def _postgres_store(self) -> OutboxStore:
+    def _probing_store(self) -> OutboxStore:
+        return self._postgres_store(min(_PROBE_SECONDS, self._config.limits.statement_timeout.total_seconds()))
+
+    def _postgres_store(self, statement_timeout: float | None = None) -> OutboxStore:
         # Here, so that a store of another kind needs no psycopg.
         from outbox_core.stores.postgres.store import PostgresStore
 
@@ -121,7 +139,7 @@ class Parts:
             config.data_source,
             config.outbox_table,
             application_name=self._application_name,
-            statement_timeout=config.limits.statement_timeout.total_seconds(),
+            statement_timeout=statement_timeout or config.limits.statement_timeout.total_seconds(),
             max_message_bytes=config.max_message_bytes,
             archive_days=config.archive_days if config.retention == "archive" else None,
         )

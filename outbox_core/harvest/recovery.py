@@ -18,6 +18,7 @@ from typing import TypeVar
 from outbox_core.election.lease import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError, must
 from outbox_core.harvest.context import HarvestContext
+from outbox_core.harvest.steps import BEGIN
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Opening
@@ -69,7 +70,8 @@ class Recovery:
         if ended is not None:
             return ended
         transactions.reached(Failpoint.AFTER_INIT)
-        ledger = transactions.ledger(producer, self._patience(transactions))
+        with self._ctx.metrics.activity.step("the tracking topic"):
+            ledger = transactions.ledger(producer, self._patience(transactions))
         if isinstance(ledger, Ended):
             return ledger
         if self._is_strict:
@@ -138,6 +140,7 @@ class Recovery:
     def settle_if_tracked(self) -> None:
         """Settle the last exactly-once term, and a relay's, before at-least-once delivery; ignore foreign ledgers."""
         self._is_strict = False
+        self._ctx.metrics.activity.tries_to(BEGIN)
         backoff = self._ctx.limits.io_error_backoff
         while not self._over():
             try:
@@ -147,6 +150,7 @@ class Recovery:
             except KafkaUnavailable as error:
                 ended = Ended(str(error))
             if ended is None:
+                self._ctx.metrics.activity.duty.succeeded(BEGIN)
                 return
             self._ctx.kafka.failed(ended.reason)
             self._wait.back_off(backoff)
@@ -154,6 +158,7 @@ class Recovery:
 
     def _settle_alone(self, transactions: TransactionalIdentity) -> Ended | None:
         producer = transactions.new_producer()
+        producer.step = self._ctx.metrics.activity.step
         try:
             return self._settle(transactions, producer)
         except ForeignLedger as error:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable, must
+from outbox_core.harvest.steps import STATEMENT, Step
 from outbox_core.stores.interface import OutboxStore
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ class StoreThread:
 class StoreCall(Generic[T]):
     """At most one call under way on a store's thread, with the outage log and backoff (`retry_at`) of its failures."""
 
-    def __init__(self, thread: StoreThread, ctx: HarvestContext) -> None:
+    def __init__(self, thread: StoreThread, ctx: HarvestContext, step: Step = STATEMENT) -> None:
         self._thread = thread
+        self._step = step
         self._ctx = ctx
         self._future: Future[T] | None = None
         self.retry_at = 0.0
@@ -88,7 +90,13 @@ class StoreCall(Generic[T]):
     def start(self, work: Callable[[OutboxStore], T]) -> None:
         """Run `work(store)` on the store's thread."""
         must(self._future is None, "a call must not start while another is under way")
-        self._future = self._thread.submit(work)
+        step, activity = self._step, self._ctx.metrics.activity
+
+        def noted(store: OutboxStore) -> T:
+            with activity.statement(*step):
+                return work(store)
+
+        self._future = self._thread.submit(noted)
 
     def wait(self, seconds: float) -> None:
         """Wait for the call to end, at most so long."""

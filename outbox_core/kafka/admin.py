@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -22,7 +23,7 @@ from outbox_core.kafka.clients import (
     TopicCollection,
     make_admin,
 )
-from outbox_core.kafka.errors import grant
+from outbox_core.kafka.errors import NO_ANSWER, grant
 
 _CONNECT_TIMEOUT_SECONDS: Final = 10.0
 APPEAR_INTERVAL_SECONDS: Final = 0.05  # between looks at metadata in which something is missing yet
@@ -41,6 +42,27 @@ class TopicDescription(NamedTuple):
     partitions: int
     replicas: int  # of the partition with the fewest
     allowed: frozenset[str] | None  # operations that we may do, `WRITE` for example; None if the brokers do not say
+
+
+class Broker(NamedTuple):
+    """A broker, at the address that it advertises."""
+
+    id: int
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, found: Any) -> Broker:
+        """Return the broker that the client describes in one of its two ways."""
+        return cls(found.id, found.host, found.port)
+
+    @property
+    def address(self) -> str:
+        """The address as `bootstrap.servers` has it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"broker {self.id} at {self.address}"
 
 
 class _Complaints:
@@ -188,6 +210,59 @@ class Inquiry:
             raise KafkaUnavailable(f"topic {topic!r} cannot be described: {error.args[0].str()}") from None
         replicas = min((len(partition.replicas) for partition in found.partitions), default=0)
         return TopicDescription(len(found.partitions), replicas, _names(found.authorized_operations))
+
+    def leaders(self, topics: Collection[str]) -> dict[tuple[str, int], Broker | None]:
+        """Return the broker that Kafka lists as the leader of each partition of some topics, None where it lists none.
+
+        Topics that do not exist, or are hidden from us, are left out.
+        """
+        return self._described_leaders(topics) if self.can_create() else self._listed_leaders(topics)
+
+    def _described_leaders(self, topics: Collection[str]) -> dict[tuple[str, int], Broker | None]:
+        found: dict[tuple[str, int], Broker | None] = {}
+        names = TopicCollection(sorted(set(topics)))
+        asked = self.admin.describe_topics(names, request_timeout=self.remaining) if topics else {}
+        for topic, answer in asked.items():
+            try:
+                described = self.wait_for(answer, f"topic {topic!r}")
+            except KafkaException as error:
+                if error.args[0].code() in NO_ANSWER:
+                    raise self.unavailable(error.args[0].str()) from None
+                error.__traceback__ = None  # as in _describe
+                continue
+            for part in described.partitions:
+                has_leader = part.leader is not None and part.leader.id >= 0
+                found[topic, part.id] = Broker.of(part.leader) if has_leader else None
+        return found
+
+    def _listed_leaders(self, topics: Collection[str]) -> dict[tuple[str, int], Broker | None]:
+        cluster = self.metadata()
+        brokers = {broker.id: Broker.of(broker) for broker in cluster.brokers.values()}
+        return {
+            (topic, part.id): brokers.get(part.leader)
+            for topic in topics
+            if topic in cluster.topics
+            for part in cluster.topics[topic].partitions.values()
+        }
+
+    def members(self, group_id: str) -> int:
+        """Return the number of members of a consumer group, 0 if Kafka knows no such group.
+
+        Raises:
+            KafkaUnavailable: if Kafka does not say; needs DESCRIBE on the group, which comes with READ.
+        """
+        asked = self.admin.describe_consumer_groups([group_id], request_timeout=self.remaining)[group_id]
+        try:
+            return len(self.wait_for(asked, f"group {group_id!r}").members)
+        except KafkaException as error:
+            cause: KafkaError = error.args[0]
+            error.__traceback__ = None  # as in _describe
+            if cause.code() == KafkaError.GROUP_ID_NOT_FOUND:
+                return 0
+            if cause.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                remedy = grant("DESCRIBE", self.config, f"group {group_id!r}")
+                raise KafkaUnavailable(f"group {group_id!r} may not be described: {cause.str()}; {remedy}") from None
+            raise KafkaUnavailable(f"group {group_id!r} cannot be described: {cause.str()}") from None
 
     def writers(self, topic: str) -> frozenset[str] | None:
         """Return the principals that ACLs let write to a topic, None if the cluster has or shows no ACLs."""

@@ -40,7 +40,7 @@ waited for before the commit, and EndTxn by one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -166,6 +166,8 @@ class TransactionalProducer:
         }
         self._batching: Mapping[str, int] = {}
         self._give_up: GiveUp = never
+        self.step: Callable[[str], AbstractContextManager[None]] = _unnoted
+        """Entered with the name, for people, of each call that waits for Kafka."""
         self._must_replace = False
         self._record_timeout = _record_timeout(settings)
         self._began_at = 0.0
@@ -194,7 +196,8 @@ class TransactionalProducer:
         why = ""
         while not give_up():
             try:
-                self._producer.init_transactions(_INIT_ATTEMPT_SECONDS)
+                with self.step("init_transactions"):
+                    self._producer.init_transactions(_INIT_ATTEMPT_SECONDS)
             except KafkaException as error:
                 cause: KafkaError = error.args[0]
                 if not cause.retriable():
@@ -329,15 +332,16 @@ class TransactionalProducer:
     def _flush(self, timeout_seconds: float, give_up: GiveUp) -> bool:
         """Wait until no record is outstanding or the transaction has failed. False if time or `give_up` ended that."""
         give_up_at = monotonic() + timeout_seconds
-        while True:
-            left = give_up_at - monotonic()
-            with suppress(KafkaException):  # a broken producer: the probe says so
-                if not self._producer.flush(max(0.0, min(_PROBE_SECONDS, left))):
+        with self.step("acknowledgements of records"):
+            while True:
+                left = give_up_at - monotonic()
+                with suppress(KafkaException):  # a broken producer: the probe says so
+                    if not self._producer.flush(max(0.0, min(_PROBE_SECONDS, left))):
+                        return True
+                if self._has_transaction_failed():
                     return True
-            if self._has_transaction_failed():
-                return True
-            if left <= 0 or give_up():
-                return False
+                if left <= 0 or give_up():
+                    return False
 
     def _has_transaction_failed(self) -> bool:
         # Changes nothing while one is open: raises its error if it has failed, and else `_STATE`: it is open.
@@ -360,7 +364,8 @@ class TransactionalProducer:
         if not self._flush(self._timeout, give_up):
             return Ended("records were not acknowledged in time, and the commit was not sent")
         try:
-            self._end(self._producer.commit_transaction, give_up)
+            with self.step("the commit of a transaction"):
+                self._end(self._producer.commit_transaction, give_up)
         except KafkaException as error:
             cause: KafkaError = error.args[0]
             never_sent = cause.code() == KafkaError._INCONSISTENT  # noqa: SLF001  deliveries failed
@@ -379,7 +384,8 @@ class TransactionalProducer:
                 if cause is not None:  # abort_transaction waits for delivery reports, and serves none
                     self._producer.purge(in_flight=False)
                     self._producer.flush(_PROBE_SECONDS)
-                self._end(self._producer.abort_transaction, give_up)
+                with self.step("the abort of a transaction"):
+                    self._end(self._producer.abort_transaction, give_up)
                 self._producer.poll(0)  # what is still to be reported
                 self._must_replace = self._must_replace or bool(self._reports.awaited)
             except KafkaException as error:
@@ -420,6 +426,10 @@ class TransactionalProducer:
         finally:
             if monotonic() - began >= self._earliest_repeat:
                 self._must_replace = True
+
+
+def _unnoted(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _milliseconds(settings: Mapping[str, Any], name: str, default: int) -> int:

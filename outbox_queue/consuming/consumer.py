@@ -81,6 +81,11 @@ class Consumer:
         return self._buffer.in_progress
 
     @property
+    def trouble(self) -> str | None:
+        """The reason why it has left the queue's group: a broker does not answer it. None while it is in the group."""
+        return self._reader.trouble
+
+    @property
     def is_stopped(self) -> bool:
         """True if `stop` was called."""
         return self._buffer.is_stopped

@@ -26,6 +26,7 @@ from outbox_core.kafka.clients import (
 from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
 from outbox_queue.config import QueueConfig
 from outbox_queue.consuming.start_writers import NotStarted
+from outbox_queue.duty import GroupDuty, suspecting
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.protocol.clients import consumer_settings, group_of
@@ -34,6 +35,7 @@ _LONGEST_WITHOUT_POLL_SECONDS = 1.0
 _LONGEST_POLL_SECONDS = 0.2  # then the thread checks whether it is to stop, and commits
 _LAG_INTERVAL_SECONDS = 2.0
 _LAG_TIMEOUT_SECONDS = 0.2
+_COMMIT = "commit offsets"
 
 _log = logging.getLogger(__name__)
 
@@ -71,9 +73,12 @@ class GroupMember:
         counters: QueueCounters,
         warn: Callable[[str], None],
         commit: Callable[[Mapping[int, int]], None],
+        *,
+        duty: GroupDuty,
     ) -> None:
         self.offsets = Offsets()
         self._commit = commit  # may raise NotStarted
+        self._duty = duty
         self._config = config
         self._queue = queue
         self._counters = counters
@@ -82,7 +87,7 @@ class GroupMember:
         self._is_paused = False
         self._polled_at = self._lag_reported_at = 0.0
         self.consumer: Consumer = make_consumer(
-            consumer_settings(config, group_of(queue), {"enable.partition.eof": True})
+            consumer_settings(config, group_of(queue), {"enable.partition.eof": True, **suspecting(config, duty)})
         )
 
     @property
@@ -93,7 +98,11 @@ class GroupMember:
     def subscribe(self) -> None:
         """Join the group."""
         topics = [self._config.message_topic]
-        self.consumer.subscribe(topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
+        self.consumer.subscribe(topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._dropped)
+
+    def unsubscribe(self) -> None:
+        """Leave the group, for a while: the next poll hears of the partitions that are revoked."""
+        self.consumer.unsubscribe()
 
     def close(self) -> None:
         """Leave the group, and let go of the client."""
@@ -184,12 +193,14 @@ class GroupMember:
         """Commit skipped offsets."""
         if not self.offsets.skipped:
             return
+        self._duty.tried(_COMMIT)
         try:
             self._commit(self.offsets.skipped)
         except NotStarted as error:
             self._warn(f"offsets of other queues' messages are not committed: {error}")
             self.offsets.committed_at = time.monotonic()  # the next try comes as late
         else:
+            self._duty.succeeded(_COMMIT)
             self.offsets.committed()
 
     def report_lag_if_due(self) -> None:
@@ -249,6 +260,7 @@ class GroupMember:
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         consumer.assign(partitions)
+        self._duty.assigned(partition.partition for partition in partitions)
         # The client keeps paused what was paused in an earlier assignment, even if another member had it meanwhile.
         consumer.resume(partitions)
         self._is_paused = False
@@ -256,6 +268,10 @@ class GroupMember:
     def _revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         self.commit_skipped()
         self._lost(_, partitions)
+
+    def _dropped(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self._duty.assigned(())
+        self._lost(consumer, partitions)
 
     def _lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         gone = {partition.partition for partition in partitions}

@@ -34,12 +34,15 @@ from outbox_queue.consuming.start_writers import (
     TransactionalStartWriter,
     deadline,
 )
+from outbox_queue.duty import LEAVE_SECONDS, GroupDuty
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueCounters
+from outbox_queue.protocol.clients import group_of
 
 _READ_AT_ONCE = 500
 _WAIT_SECONDS = 0.1
 _PAUSE_AFTER_FAILURE_SECONDS = 0.5
+_START = "start messages"
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +81,10 @@ class QueueReader:
         self._buffer = buffer
         self._acks = acks
         self._changes = _ChangeLog(queue)
-        self._member = GroupMember(config, queue, counters, self._changes.warn, self._commit)
+        self._duty = GroupDuty(
+            f"queue {queue!r}: this consumer", group_of(queue), config.message_topic, config, counters.consumer_left
+        )
+        self._member = GroupMember(config, queue, counters, self._changes.warn, self._commit, duty=self._duty)
         consumer = self._member.consumer
         self._writer: StartWriter = (
             TransactionalStartWriter(config, queue, consumer)
@@ -91,8 +97,14 @@ class QueueReader:
 
     def start(self) -> None:
         """Join the group, and begin to read."""
+        self._duty.start()
         self._member.subscribe()
         self._thread.start()
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why it has left the queue's group, None if it has not."""
+        return self._duty.trouble
 
     def stop(self, timeout_seconds: float) -> None:
         """Begin to stop; abandon a batch under way after so many seconds."""
@@ -115,11 +127,13 @@ class QueueReader:
             _log.exception("queue %r: reading has ended", self._queue)
             self._buffer.fail(error)
         finally:
+            self._duty.close()
             self._member.close()  # which may commit once more
             self._writer.close()
             del self._writer  # it refers to the client, whose threads end with the last reference
 
     def _step(self) -> None:
+        self._duty.act(self._member.unsubscribe, self._member.subscribe)
         capacity = self._buffer.capacity(_WAIT_SECONDS)
         if capacity:
             if not self._member.has_fetched:
@@ -135,6 +149,7 @@ class QueueReader:
         if not records:
             self._member.skip(offsets)
             return
+        self._duty.tried(_START)
         try:
             if self._writer.is_in_doubt:
                 self._writer.settle(self._seconds_left())
@@ -153,6 +168,7 @@ class QueueReader:
             if not self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS):
                 self._member.poll_paused()  # a start marker after the end marker of a new owner would revive a message
             return
+        self._duty.succeeded(_START)
         self._member.committed(offsets)
         self._put(batch, there_are_more=self._member.has_fetched or len(records) == capacity)
         self._changes.reset()
@@ -171,11 +187,12 @@ class QueueReader:
             self._acks.return_unused(batch.due)
 
     def _seconds_left(self) -> SecondsLeft:
-        """Start the countdown of a batch: the time of its delivery, and less once the consumer is being closed."""
-        whole = deadline(self._config.delivery_timeout.total_seconds() + 1)
+        """Start the countdown of a batch: the time of its delivery, and less once the consumer closes or must leave."""
+        whole, short = deadline(self._config.delivery_timeout.total_seconds() + 1), deadline(LEAVE_SECONDS)
 
         def seconds_left() -> float:
+            left = short() if self._duty.is_unable else whole()
             stop = self._stop_deadline
-            return whole() if stop is None else min(whole(), stop())
+            return left if stop is None else min(left, stop())
 
         return seconds_left

@@ -30,6 +30,7 @@ from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
 from outbox_core.outage import Outage
 from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
+from outbox_queue.duty import GroupDuty, suspecting
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.protocol.clients import TRACKER_GROUP, consumer_settings, producer_settings
@@ -61,14 +62,16 @@ class TrackerLoop:
     def __init__(self, config: QueueConfig, metrics: QueueMetrics, give_up: Callable[[], bool]) -> None:
         self.in_progress = 0
         self.is_caught_up = False
-        self._ctx = TrackerContext(config, metrics, give_up, make_producer(producer_settings(config, linger_ms=0)))
+        duty = GroupDuty("the tracker", TRACKER_GROUP, config.marker_topic, config, metrics.tracker_left)
+        ticks = make_producer(producer_settings(config, linger_ms=0))
+        self._ctx = TrackerContext(config, metrics, lambda: give_up() or duty.is_unable, ticks, duty)
         self._partitions: dict[int, TrackedPartition] = {}
         self._unreadable_before = 0  # in partitions that were ours
         self._was_assigned = False
         self._read_since_commit = 0
         self._commit_at = self._report_at = 0.0
         self._outside_since: float | None = now_ms()
-        extra = {**_CONSUMER_SETTINGS, **config.kafka, "on_commit": self._note_commit}
+        extra = {**_CONSUMER_SETTINGS, **config.kafka, "on_commit": self._note_commit, **suspecting(config, duty)}
         self._consumer: Consumer = make_consumer(consumer_settings(config, TRACKER_GROUP, extra))
 
     @property
@@ -82,6 +85,11 @@ class TrackerLoop:
         return max(self._ctx.redelivery, self._ctx.clock, key=lambda outage: outage.lasted_seconds)
 
     @property
+    def trouble(self) -> str | None:
+        """The reason why it has left the trackers' group, None if it has not."""
+        return self._ctx.duty.trouble
+
+    @property
     def outside_seconds(self) -> float:
         """Seconds for which it has not been a member of the trackers' group."""
         since = self._outside_since  # the other thread may join meanwhile
@@ -89,11 +97,16 @@ class TrackerLoop:
 
     def begin(self) -> None:
         """Join the trackers' group."""
+        self._ctx.duty.start()
+        self._join()
+
+    def _join(self) -> None:
         topics = [self._ctx.config.marker_topic]
-        self._consumer.subscribe(topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
+        self._consumer.subscribe(topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._dropped)
 
     def turn(self) -> None:
         """Read a batch of markers and attend to each partition; raise QueueError if this cannot go on."""
+        self._ctx.duty.act(self._consumer.unsubscribe, self._join)
         records = self._consume()
         if self._was_assigned:
             self._was_assigned = False
@@ -115,6 +128,7 @@ class TrackerLoop:
 
     def end(self) -> None:
         """Leave the group; partitions are committed as they are revoked. It is of no use afterwards."""
+        self._ctx.duty.close()
         try:
             self._consumer.close()
         finally:
@@ -149,7 +163,7 @@ class TrackerLoop:
         self._read_since_commit += count
         for tracked in partitions.values():
             if tracked.markers.read_at == now:
-                self._ctx.clock.recovered(tracked.markers.number)
+                tracked.note_read()
 
     def _check(self, error: KafkaError) -> None:
         """Raise an error from which the consumer does not recover by itself."""
@@ -207,12 +221,17 @@ class TrackerLoop:
         self._forget(self._partitions.copy())
         for number in (partition.partition for partition in partitions):
             self._partitions[number] = TrackedPartition(number, self._ctx)
+        self._ctx.duty.assigned(self._partitions)
         self._was_assigned, self._outside_since = True, None
         self.is_caught_up = False
         _log.info("tracking marker partitions %s", sorted(self._partitions))
 
     def _revoked(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._commit(self._ours(partitions), wait=True)
+        self._lost(consumer, partitions)
+
+    def _dropped(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self._ctx.duty.assigned(())
         self._lost(consumer, partitions)
 
     def _lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
@@ -242,8 +261,8 @@ class TrackerLoop:
         if now < self._report_at:
             return
         began = now_ms()  # what the turn did before may have taken seconds
-        # Messages that could not be redelivered may have been finished by their consumer meanwhile.
-        if not any(one.has_expired or one.looks_expired(now) for one in markers):
+        busy = [tracked for tracked in self._partitions.values() if not tracked.note_nothing_left(now)]
+        if not busy:
             self._ctx.redelivery.recovered()
         unreadable = self._unreadable_before + sum(one.unreadable for one in markers)
         loads = _sum(markers, now)

@@ -81,6 +81,11 @@ class MarkerPartition:
         return self._last_tick_at is not None
 
     @property
+    def last_tick_at(self) -> float | None:
+        """When the last tick was sent that has been read back; None before the first."""
+        return self._last_tick_at
+
+    @property
     def position(self) -> int | None:
         """Offset after the last marker that was read; None before the first."""
         return self._position

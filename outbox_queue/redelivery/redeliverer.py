@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outbox_core.kafka.transactions import TransactionalProducer
+from outbox_core.kafka.transactions import GiveUp, TransactionalProducer, never
 from outbox_queue.config import QueueConfig
 from outbox_queue.protocol import headers as message_headers
 from outbox_queue.protocol import markers as wire
@@ -101,8 +101,11 @@ class Redeliverer:
             self._producer.discard()
             self._producer = None
 
-    def redeliver(self, entries: list[Unfinished]) -> Redelivered:
-        """Redeliver a batch; afterwards, `is_prepared` tells whether another may follow."""
+    def redeliver(self, entries: list[Unfinished], give_up: GiveUp = never) -> Redelivered:
+        """Redeliver a batch; afterwards, `is_prepared` tells whether another may follow.
+
+        Once `give_up` says so, the outcome of a transaction is left to the next tracker.
+        """
         result = Redelivered()
         while entries:
             if self._producer is None or not self.is_prepared:
@@ -110,7 +113,7 @@ class Redeliverer:
                 result.left += entries
                 break
             batch = self._batch(entries)
-            failure = self._run(self._producer, batch, result)
+            failure = self._run(self._producer, batch, result, give_up)
             if failure is None:
                 entries = entries[len(batch) :]
             elif not failure.is_refused or failure.is_over:
@@ -146,10 +149,12 @@ class Redeliverer:
         self._refused.discard(entry.message_id)
         return True
 
-    def _run(self, producer: TransactionalProducer, entries: list[Unfinished], result: Redelivered) -> Failure | None:
+    def _run(
+        self, producer: TransactionalProducer, entries: list[Unfinished], result: Redelivered, give_up: GiveUp
+    ) -> Failure | None:
         batch = [self._read(entry) for entry in entries]
         stripped = entries[0].message_id in self._refused
-        failure = transaction.run(producer, lambda: self._fill(producer, batch, stripped=stripped))
+        failure = transaction.run(producer, lambda: self._fill(producer, batch, stripped=stripped), give_up)
         if failure is None:
             result.done += entries
             for expired in batch:

@@ -2,6 +2,8 @@
 
 - The producer of redeliveries is prepared *before* the tick that judges expired messages, also when it is replaced: so
   everything that another tracker had committed is read before any decision.
+- A tick that cannot be sent, or is not read back while nothing else is read either, and messages that cannot be
+  redelivered, are work that this tracker could not do: after a while it leaves its group (`outbox_queue.duty`).
 - A tick that does not come back within two seconds may wait behind the unfinished transaction of a tracker that died:
   preparing the producer ends that.
 """
@@ -18,6 +20,7 @@ from outbox_core.kafka.clients import KafkaError, KafkaException, Producer
 from outbox_core.outage import Outage
 from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
+from outbox_queue.duty import GroupDuty
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.protocol.headers import queue_name
 from outbox_queue.redelivery.partition import MarkerPartition, Tick
@@ -30,6 +33,8 @@ _TICK_LOST_MS = 10_000.0
 _RETRY_MS = 1000.0
 _REFUSED_MS = 60_000.0
 _METADATA_SECONDS = 1.0
+_TICK = "read back what it writes to"
+_REDELIVER = "redeliver messages of"
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +47,7 @@ class TrackerContext:
     metrics: QueueMetrics  # of the process
     give_up: Callable[[], bool]  # whether to end; asked before steps that may take long
     ticks: Producer  # producer of ticks
+    duty: GroupDuty  # told about work that is tried and done
     redelivery: Outage = field(default_factory=lambda: Outage("redelivery", _log))  # log of failed redeliveries
     clock: Outage = field(default_factory=lambda: Outage("asking for the time", _log))  # log of failed ticks
 
@@ -61,6 +67,7 @@ class TrackedPartition:
         self._redeliverer = Redeliverer(config, number)
         self._name = f"partition {number} of the marker topic"
         self._retry_at = 0.0
+        self._ticked_at: float | None = None  # when the last tick was sent that has come back
         self._is_closed = False
 
     def close(self) -> None:
@@ -81,6 +88,8 @@ class TrackedPartition:
 
     def _wait_for_tick(self, tick: Tick, now: float) -> bool:
         quiet = now - max(tick.sent_at, self.markers.read_at)
+        if quiet > _TICK_PATIENCE_MS:
+            self._ctx.duty.tried(_TICK, self.markers.number)
         if quiet > _TICK_PATIENCE_MS and not self._redeliverer.is_prepared:
             return self._prepare()
         if quiet > _TICK_LOST_MS:
@@ -91,6 +100,8 @@ class TrackedPartition:
     def send_tick(self, now: float) -> bool:
         """Send a tick; return False if the producer of redeliveries could not be prepared first."""
         markers = self.markers
+        if markers.looks_expired(now):
+            self._ctx.duty.tried(_REDELIVER, markers.number)
         if markers.looks_expired(now) and not self._redeliverer.is_prepared and not self._prepare():
             return False
         value, token = markers.send_tick(now, may_judge=self._redeliverer.is_prepared)
@@ -119,7 +130,25 @@ class TrackedPartition:
         with suppress(KafkaException):
             self._ctx.ticks.list_topics(self._ctx.config.marker_topic, timeout=_METADATA_SECONDS)
 
+    def note_read(self) -> None:
+        """Take in that markers were read."""
+        number, ticked_at = self.markers.number, self.markers.last_tick_at
+        self._ctx.clock.recovered(number)
+        if ticked_at != self._ticked_at:
+            self._ticked_at = ticked_at
+            self._ctx.duty.succeeded(_TICK, number)
+        elif self.markers.tick is not None:
+            self._ctx.duty.dropped(_TICK, number)  # it waits behind what is being read
+
+    def note_nothing_left(self, now: float) -> bool:
+        """Tell whether no message is left to redeliver: others may have been finished by their consumer meanwhile."""
+        if self.markers.has_expired or self.markers.looks_expired(now):
+            return False
+        self._ctx.duty.dropped(_REDELIVER, self.markers.number)
+        return True
+
     def _note_failure(self, error: object) -> None:
+        self._ctx.duty.tried(_TICK, self.markers.number)
         self._ctx.clock.failed(f"{self._name}: {error}", self.markers.number)
 
     def _prepare(self) -> bool:
@@ -135,7 +164,8 @@ class TrackedPartition:
         if not batch:
             return True
         markers.check_unfinished(batch)
-        result = self._redeliverer.redeliver(batch)
+        self._ctx.duty.tried(_REDELIVER, markers.number)
+        result = self._redeliverer.redeliver(batch, self._is_unable)
         markers.finish(result.done)
         markers.postpone(result.refused, _REFUSED_MS)
         markers.put_back(result.left)
@@ -147,9 +177,15 @@ class TrackedPartition:
             return False
         if result.done:
             self._ctx.redelivery.recovered()
+        if result.done or result.refused:
+            self._ctx.duty.succeeded(_REDELIVER, markers.number)
         if not self._redeliverer.is_prepared:
             markers.judge_again()
         return True
+
+    def _is_unable(self) -> bool:
+        """Tell whether to leave a transaction to the next tracker."""
+        return self._ctx.duty.is_unable
 
     def _count(self, result: Redelivered) -> None:
         metrics, topic = self._ctx.metrics, self._ctx.config.dead_letters

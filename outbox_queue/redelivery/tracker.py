@@ -93,6 +93,8 @@ class RedeliveryTracker:
             return Health(
                 ok=False, leader=False, detail=f"ended: {self._error}" if self._error else "stopped", alive=False
             )
+        if (trouble := loop.trouble) is not None:
+            return Health(ok=False, leader=False, detail=f"the tracker {trouble}")
         has_any = loop.partitions > 0
         if loop.outage.lasted_seconds > _AWAY_SECONDS:
             return Health(ok=False, leader=has_any, detail=loop.outage.describe())

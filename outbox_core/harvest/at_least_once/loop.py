@@ -52,6 +52,7 @@ from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.failures.policy import Decision, decide
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
+from outbox_core.harvest.steps import MARK, PURGE
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
@@ -130,11 +131,11 @@ class AtLeastOnce:
         self._lanes = Lanes(ctx.limits.lane_capacity)
         self._failures = FailedDeliveries(ctx)
         self._remark = False
-        self._mark: StoreCall[_Marked] = StoreCall(ctx.marker, ctx)
+        self._mark: StoreCall[_Marked] = StoreCall(ctx.marker, ctx, MARK)
         self._request = _MarkRequest()
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._rivals_backoff = 0.0
-        self._settle: StoreCall[bool] = StoreCall(ctx.purger, ctx)
+        self._settle: StoreCall[bool] = StoreCall(ctx.purger, ctx, PURGE)
         self._being_settled = _Rows([], [])
         self._to_settle = _Rows([], [])
 

@@ -25,6 +25,7 @@ CHECK_EVERY_SECONDS = 0.05
 _SHORTEN_AFTER_SECONDS = 2.0
 _LOG_AFTER_SECONDS = 5.0
 _LOG_AGAIN_SECONDS = 60.0
+_LATELY_SECONDS = 2.0
 _CALM_SECONDS = 10.0
 _FORGOTTEN_AFTER_SECONDS = 30.0  # without waiting records
 _SHARES = (1 / 2, 1 / 4)
@@ -49,6 +50,12 @@ class SendWindow:
     def has_waiting(self) -> bool:
         """True while records wait for a lease with more left."""
         return self._waits_since is not None
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds for which records have waited; 0.0 if none has waited in the last moments."""
+        since = self._waits_since
+        return 0.0 if since is None or now() - self._waited_at > _LATELY_SECONDS else self._waited_at - since
 
     def trouble(self, limit_seconds: float) -> str | None:
         """Return why no record can be sent, if that has lasted for longer than a limit."""

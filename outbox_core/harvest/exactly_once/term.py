@@ -13,9 +13,11 @@ from outbox_core.harvest.failures.handler import Letters, split_letters
 from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
+from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, PURGE, SCAN, WRITE
 from outbox_core.harvest.store_calls import LeadershipWait, StoreCall
 from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
+from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.messages import Failure
@@ -73,9 +75,11 @@ class Term:
         self._wait = LeadershipWait(leadership.over, ctx)
         self._transactions = transactions
         self._batch: Sequence[StoredRecord] = ()  # scanned, and not committed
+        self._activity = ctx.metrics.activity
+        self._activity.duty.dropped(DELETE)  # those of the last term are settled by the manifest
         self._unpurged: Sequence[StoredRecord] = ()  # published, and their purge is not committed
-        self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx)
-        self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx)
+        self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx, PURGE)
+        self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx, SCAN)
         self._plan: ScanPlan | None = None  # of the scan under way; None if that reads a dead letter
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._failures = leadership.failures
@@ -90,7 +94,9 @@ class Term:
     def run(self) -> Ended | None:
         """Run until the leadership is over (None) or the producer is of no more use."""
         self._ctx.watermark.reset("a new term")
+        self._activity.tries_to(BEGIN)
         producer = self._transactions.new_producer()
+        producer.step = self._activity.step
         try:
             return self._run(producer)
         finally:
@@ -101,6 +107,7 @@ class Term:
         recovery = Recovery(self._transactions, over, self._ctx)
         ended = recovery.settle(producer)
         if ended is None:
+            self._activity.duty.succeeded(BEGIN)
             self._server, self._ledger = recovery.server_id(), recovery.ledger
             if not self._leadership.marks_are_settled:  # no other marks meanwhile, and the search reads the whole table
                 recovery.refuse_marks()
@@ -147,6 +154,8 @@ class Term:
                 self._failures.found_none()
                 if not self._failures.batch.ends:
                     self._ctx.kafka.expire_after(_QUIET_SECONDS)  # nothing is there to be committed
+                    if not self._failures.backoffs:
+                        self._has_settled(Aborted(None, record_at_fault=False))
                 self._check_drained()
         return records
 
@@ -255,6 +264,7 @@ class Term:
             if not self._leadership.over():
                 failures.ended(outcome, records)
             return outcome
+        self._has_settled(outcome)
         if isinstance(outcome, Committed):
             self._succeed(records, took)
             return None
@@ -262,6 +272,19 @@ class Term:
         if is_retry or failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
             failures.aborted(outcome, records, reports, took, is_retry=is_retry)
         return None
+
+    def _has_settled(self, outcome: Committed | Aborted) -> None:
+        """Note for the watch that Kafka has answered for a transaction, and if it took the records."""
+        duty = self._activity.duty
+        if isinstance(outcome, Committed):
+            duty.succeeded(PUBLISH)
+            duty.succeeded(WRITE)
+            return
+        duty.dropped(PUBLISH)
+        # A known destination that is away is told apart (`REACH`); other refusals are about records or rights.
+        may_be_ours = outcome.error is not None and kind_of(outcome.error) is ErrorKind.TRANSIENT
+        if not may_be_ours or self._failures.backoffs:
+            duty.dropped(WRITE)
 
     def _await_limits(self) -> None:
         batches = self._ctx.batches
@@ -295,6 +318,7 @@ class Term:
         batches = self._ctx.batches
         batches.meet(set(map(_topic_of, records)))
         self._await_limits()
+        self._activity.tries_to(PUBLISH, WRITE)
         producer.limit_batches(batches.limit, unbatched=self._failures.batch.is_unbatched)
         ended = self._begin(producer) or self._send_opening(producer, records)
         if ended is not None:

@@ -45,6 +45,8 @@ class BackoffReport:
             return
         self._next_at = time + _INTERVAL_SECONDS
         self._metrics.waiting(len(self._backoffs), len(self._backoffs.waiting))
+        seconds = {place: time - since for place, since in self._backoffs.unreachable.items()}
+        self._metrics.activity.cannot_reach(seconds)
         if self._logged_at is not None and time - self._logged_at < _LOG_AGAIN_SECONDS:
             return
         old = [info for info in self._backoffs.infos if time - info.since >= _LOG_AFTER_SECONDS]
@@ -67,6 +69,7 @@ class BackoffReport:
         """Reset the gauges, as no record waits any more, or none that is known."""
         self._next_at = 0.0
         self._metrics.waiting(0, 0)
+        self._metrics.activity.cannot_reach({})
         if self._logged_at is not None:
             self._logged_at = None
             _log.warning("no destination is waited for any more")

@@ -97,6 +97,16 @@ class Backoffs:
         return bool(self._unreachable)
 
     @property
+    def unreachable(self) -> dict[tuple[str, int | None], float]:
+        """Partitions, and topics of which it is not known which, that Kafka could not be reached for; since when."""
+        found: dict[tuple[str, int | None], float] = {}
+        for row in self._unreachable:
+            (topic, part), since = self._rows[row].destination, self._rows[row].since
+            place = topic, part if isinstance(part, int) else None
+            found[place] = min(since, found.get(place, since))
+        return found
+
+    @property
     def topics(self) -> frozenset[str]:
         """Topics that scans leave out."""
         return frozenset(topic for topic in self._topics if (topic, None) in self._active)

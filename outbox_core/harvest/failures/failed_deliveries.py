@@ -22,6 +22,7 @@ from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, split_letters
 from outbox_core.harvest.failures.policy import Decision, decide, destination_of
+from outbox_core.harvest.steps import DEAD_LETTERS, HOLDS
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure
@@ -50,9 +51,9 @@ class FailedDeliveries(FailureHandler):
         self._letters: set[int] = set()  # read, and still among the requests that were read before
         self._to_hold: list[Failure] = []
         self._written = 0  # of these, by the call under way
-        self._hold_call: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx)
+        self._hold_call: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx, HOLDS)
         self._arrived: list[StoredRecord] = []  # dead letters, whose rows and holds are to be deleted
-        self._deletion: StoreCall[list[StoredRecord]] = StoreCall(ctx.purger, ctx)
+        self._deletion: StoreCall[list[StoredRecord]] = StoreCall(ctx.purger, ctx, DEAD_LETTERS)
 
     # -- failures
 

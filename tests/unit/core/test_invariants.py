@@ -138,7 +138,7 @@ def test_reports_are_counted_once():
 
 def test_a_store_has_one_call_under_way():
     """A second call would forget the result of the first."""
-    call = StoreCall(SimpleNamespace(submit=lambda _: object()), None)
+    call = StoreCall(SimpleNamespace(submit=lambda _: object()), SimpleNamespace(metrics=HarvestMetrics()))
     call.start(lambda _: None)
     with stops("while another is under way"):
         call.start(lambda _: None)

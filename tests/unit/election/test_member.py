@@ -1,6 +1,7 @@
 """The member of the group without a broker: what it makes of messages, and of a client that refuses to write."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -162,3 +163,162 @@ def test_a_group_without_a_leader_is_joined_anew(member, monkeypatch):
     assert joins_at(4.6 * patience, 5.4 * patience) == 0
     make_leader(member)
     assert joins_at(99 * patience) == 0
+
+
+class _Consumer:
+    """The group's consumer, as far as joining and leaving need it."""
+
+    def __init__(self):
+        self.calls = []
+
+    assignment = list
+
+    def get_watermark_offsets(self, *_, **__):
+        return 0, 2000
+
+    def poll(self, _seconds):
+        return None
+
+    def subscribe(self, _topics, **_):
+        self.calls.append("join")
+
+    def unsubscribe(self):
+        self.calls.append("leave")
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def clock(member, monkeypatch):
+    """Return a function that lets some seconds pass, with a turn of the member in each; it is the only clock."""
+    time_ = [now()]
+    member._consumer.close()
+    member._consumer = _Consumer()
+    member._observer.poll = lambda _: None
+    member._health.probe = lambda _: None
+    for module in ("member", "group_health", "connection_log"):
+        monkeypatch.setattr(f"outbox_core.election.{module}.now", lambda: time_[0])
+
+    def passes(seconds):
+        for _ in range(round(seconds)):
+            time_[0] += 1.0
+            member.run_once()
+
+    passes(1)
+    return passes
+
+
+def own_look(member):
+    """Have the observer read the last look that the member wrote."""
+    look = member._producer.written[-1].value()
+    assert b'"look"' in look
+    member._observe(SimpleNamespace(**vars(message(member._position, Claim(uuid4()))) | {"value": lambda: look}))
+
+
+def test_an_owner_that_cannot_lead_leaves(member, clock):
+    """Two sessions after the assignment, not before, and it comes back by a look that was written and read."""
+    member._on_assign(_Group(), [PLACE])
+    clock(12)
+    assert member._consumer.calls == []
+    clock(1)
+    assert member._consumer.calls == ["leave"]
+    assert member.trouble.startswith("left leader group 'billing' for 0 s: it had the partition and could not lead for")
+    clock(100)  # its looks are acknowledged at offset 0, and nothing is read
+    assert member._consumer.calls == ["leave"]
+    assert "for 100 s" in member.trouble
+    own_look(member)
+    clock(1)
+    assert member._consumer.calls == ["leave", "join"]
+    assert not member.is_out
+
+
+def test_a_lease_that_ended_is_where_the_count_begins(member, clock):
+    """A leader whose lease ends has two sessions from then, however long it led; one that leads again stays."""
+    make_leader(member)
+    lease = member.leadership
+    member._ownership.leadership = replace(lease, deadline=lease.deadline + 30)  # renewed again and again
+    clock(30)
+    assert member._consumer.calls == []
+    member._ownership.leadership = replace(lease, deadline=0.0)
+    clock(1)
+    assert isinstance(member.events[-1], LeaderFenced)
+    clock(11)
+    assert member._consumer.calls == []
+    clock(2)
+    assert member._consumer.calls == ["leave"]
+
+
+def test_who_gets_the_partition_after_a_long_silence_stays(member, clock):
+    """A standby that heard nobody for a minute has two sessions of its own once it gets the partition."""
+    clock(60)
+    member._consumer.calls.clear()  # it has joined anew
+    member._on_assign(_Group(), [PLACE])
+    clock(11)
+    assert member._consumer.calls == []
+
+
+def test_a_deposed_owner_stays_while_its_rival_beats(member, clock):
+    """Whose claim is lower, and who hears the rival's heartbeats, does not leave: somebody leads."""
+    make_leader(member)
+    rival = uuid4()
+    member._read(message(1002, Claim(rival, "rival")))
+    for offset in range(1003, 1043):
+        member._read(message(offset, Heartbeat(1002, rival, offset, "rival")))
+        clock(1)
+    assert member._consumer.calls == []
+    clock(30)  # the rival is silent: it claims anew, and no claim comes back
+    assert member._consumer.calls == ["leave"]
+
+
+def test_claims_without_heartbeats_are_no_leader(member, clock):
+    """A stranger that claims again and again, and never leads, does not keep an owner in the group."""
+    make_leader(member)
+    for offset in range(1002, 1017):
+        member._read(message(offset, Claim(uuid4(), "stranger")))
+        clock(1)
+    assert member._consumer.calls == ["leave"]
+
+
+def test_stepping_down_is_a_hand_over(member, clock):
+    """The work ends, the resignation is written, and only then is the group left."""
+    make_leader(member)
+    member._producer.written.clear()
+    order = []
+    member._barrier = lambda _: order.append(list(member._consumer.calls))
+    member.step_down("no database", lambda: False)
+    assert order == [[]]
+    assert isinstance(member.events[-1], LeaderRevoked)
+    assert [type(signal_in(each)) for each in member._producer.written] == [Resignation]
+    assert member._consumer.calls == ["leave"]
+    assert member.leadership is None
+    assert "no database; comes back when it is able again" in member.trouble
+    clock(8)
+    assert member._consumer.calls == ["leave"]
+    clock(8)  # nobody leads
+    assert member._consumer.calls == ["leave", "join"]
+    assert member.trouble is None or "left" not in member.trouble
+
+
+def test_who_stepped_down_waits_while_another_leads(member, clock):
+    """Heartbeats of another leader keep a member out that is not able."""
+    member.step_down("no database", lambda: False)
+    leader = uuid4()
+    for offset in range(1000, 1060):
+        member._observe(message(offset, Heartbeat(900, leader, offset, "leader")))
+        clock(1)
+    assert member._consumer.calls == ["leave"]
+    assert member.hears_leader
+
+
+def test_a_member_that_is_out_can_step_down(member, clock):
+    """The newer reason counts: an owner that could not lead, and then cannot work either, waits for its work."""
+    member._on_assign(_Group(), [PLACE])
+    clock(13)
+    assert member.is_out
+    member.step_down("no database", lambda: False)
+    assert "no database" in member.trouble
+    clock(7)
+    assert member.is_out
+    clock(8)  # and like any that stepped down it tries when nobody does
+    assert not member.is_out

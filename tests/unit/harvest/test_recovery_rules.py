@@ -12,6 +12,7 @@ from outbox_core.harvest.recovery import Recovery
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.tracking import ForeignLedger, Ledger
 from outbox_core.kafka.transactions import Ended
+from outbox_core.metrics import HarvestMetrics
 from outbox_core.stores.interface import HoldSet, MarkedRows, StoredRecord
 
 OURS, ELSEWHERE = "1", "2"
@@ -153,6 +154,7 @@ def make(store):
             database=SimpleNamespace(recovered=lambda _: None),
             removal=SimpleNamespace(recovered=lambda: None),
             kafka=SimpleNamespace(failed=lambda _: None),
+            metrics=HarvestMetrics(),
             wake=Event(),
         )
         recovery = Recovery(transactions, lambda: purger.hangs, ctx)

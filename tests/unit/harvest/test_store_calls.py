@@ -10,6 +10,7 @@ import pytest
 from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest import store_calls
 from outbox_core.harvest.store_calls import LeadershipWait, StoreCall, StoreThread
+from outbox_core.metrics import HarvestMetrics
 
 
 def waiting(over=lambda: False):
@@ -64,7 +65,9 @@ def test_a_failed_call_is_not_repeated_before_its_backoff_is_over(monkeypatch):
     time = [100.0]
     monkeypatch.setattr(store_calls, "now", lambda: time[-1])
     done = Future()
-    ctx = SimpleNamespace(note_outage=lambda *_: 0.5, database=SimpleNamespace(recovered=lambda _: None))
+    ctx = SimpleNamespace(
+        note_outage=lambda *_: 0.5, database=SimpleNamespace(recovered=lambda _: None), metrics=HarvestMetrics()
+    )
     call = StoreCall(SimpleNamespace(submit=lambda _: done), ctx)
     call.start(lambda _: None)
     assert not call.can_start

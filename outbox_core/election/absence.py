@@ -1,0 +1,175 @@
+"""The time that a member spends out of its group, because it cannot lead or cannot do a leader's work.
+
+A group's coordinator gives the partition by group heartbeats alone. To lead, a member must also write to the leader
+topic and read it; to work, an application needs more, such as a database. Who cannot makes room for one who perhaps
+can, and comes back
+
+- after it could not **lead**: once a look of its own was acknowledged by Kafka and read back, so that both directions
+  of the link work;
+- after the application **stepped down**: by the rule of `outbox_core.kafka.duty`, once it is able again, or once no
+  leader was heard for some time, as then somebody must try;
+
+in both cases no sooner than a session after it left. Whoever leaves and joins in one go may get the partition back, as
+the client's assignor leaves partitions where they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from outbox_core.kafka.duty import FIRST_PROBE_SECONDS, LAST_PROBE_SECONDS, SILENCE_SECONDS, Duty
+
+_log = logging.getLogger("outbox_core.election")
+
+_LOOK_EVERY_SECONDS = 1.0
+
+
+class Absence(Protocol):
+    """One time out of the group, for the thread of the member."""
+
+    reason: str
+    condition: str  # for the return, for people: "comes back when ..."
+
+    def news(self, now: float, heard_at: float) -> str:
+        """Return the reason to come back, '' for none yet; `heard_at` is the time of a leader's last heartbeat."""
+
+    def read(self, offset: int) -> None:
+        """Note that a message of the leader topic was read."""
+
+    def end(self) -> None:
+        """Stop what was done to find out."""
+
+
+class Look:
+    """A message of our own on its way to the leader topic and back."""
+
+    def __init__(self) -> None:
+        self._offset: int | None = None
+        self._read = -1
+
+    def acknowledged(self, offset: int | None) -> None:
+        """Note that Kafka has it, at an offset."""
+        self._offset = offset
+
+    def read(self, offset: int) -> None:
+        """Note that some message was read since the look was sent."""
+        self._read = max(self._read, offset)
+
+    @property
+    def is_back(self) -> bool:
+        """True once it was acknowledged, and the topic was read as far as that."""
+        return self._offset is not None and 0 <= self._offset <= self._read
+
+
+class UnableToLead:
+    """The absence of an owner that could not lead: until a look comes back.
+
+    Args:
+        reason: for people.
+        left_at: time of leaving the group.
+        shortest: seconds of an absence at least.
+        send: sends a look to the leader topic, and must not wait.
+    """
+
+    condition = "a message of its own comes back from the leader topic"
+
+    def __init__(self, reason: str, left_at: float, shortest: float, send: Callable[[Look], None]) -> None:
+        self.reason = reason
+        self._due = left_at
+        self._earliest = left_at + shortest
+        self._send = send
+        self._look = Look()
+
+    def news(self, now: float, _heard_at: float) -> str:
+        """Return the reason to come back, '' for none yet; send a look now and then."""
+        if self._look.is_back:
+            return "the leader topic can be written and read" if now >= self._earliest else ""
+        if now >= self._due:
+            self._due = now + _LOOK_EVERY_SECONDS
+            self._look = Look()
+            self._send(self._look)
+        return ""
+
+    def read(self, offset: int) -> None:
+        """Note that a message of the leader topic was read."""
+        self._look.read(offset)
+
+    def end(self) -> None:
+        """Do nothing: nothing goes on."""
+
+
+class SteppedDown:
+    """The absence of an application that cannot do a leader's work: until it says that it can, or nobody leads.
+
+    Args:
+        reason: for people.
+        left_at: time of leaving the group.
+        shortest: seconds of an absence at least.
+        question: the application's own answer.
+    """
+
+    condition = f"it is able again, or no process leads for {SILENCE_SECONDS:g} s"
+
+    def __init__(self, reason: str, left_at: float, shortest: float, question: AbilityQuestion) -> None:
+        self.reason = reason
+        self._heard_at = left_at
+        self._earliest = left_at + shortest
+        self._question = question
+        self._duty = Duty(random.random())  # noqa: S311  no secret
+        self._duty.left(left_at)
+
+    def news(self, now: float, heard_at: float) -> str:
+        """Return the reason to come back, '' for none yet."""
+        if heard_at > self._heard_at:
+            self._heard_at = heard_at
+            self._duty.heard(heard_at)
+        if self._question.is_able:
+            self._duty.probed(now, is_able=True)
+        if now < self._earliest or not self._duty.may_return(now):
+            return ""
+        return "it is able again" if self._question.is_able else f"no leader was heard for {now - self._heard_at:.0f} s"
+
+    def read(self, offset: int) -> None:
+        """Do nothing: the leader topic is not in question."""
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._question.end()
+
+
+class AbilityQuestion:
+    """A question to the application, asked on a daemon thread with growing pauses until the answer is yes.
+
+    Args:
+        name: of the thread.
+        ask: may take long, and may raise: that is a no, logged once.
+    """
+
+    def __init__(self, name: str, ask: Callable[[], bool]) -> None:
+        self.is_able = False
+        self._ask = ask
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def end(self) -> None:
+        """Ask no more; does not wait for an answer under way."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        pause, has_failed = FIRST_PROBE_SECONDS, False
+        while not self._ended.wait(pause):
+            try:
+                able = self._ask()
+            except Exception:
+                able = False
+                if not has_failed:
+                    _log.exception("the question whether this process can work again failed; that counts as a no")
+                has_failed = True
+            if able:
+                self.is_able = True
+                return
+            pause = min(2 * pause, LAST_PROBE_SECONDS)

@@ -1,0 +1,40 @@
+"""The names of a leader's work, and of the calls that it waits for: what logs, health and the watch say.
+
+A name of work completes "it could not ...", a name of a step "it waits for ...".
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+READ: Final = "read the outbox table"
+ASK: Final = "ask the database"
+DELETE: Final = "delete published rows"
+
+BEGIN: Final = "settle what the last leader began"
+PUBLISH: Final = "end a transaction"
+WRITE: Final = "write its records to Kafka"
+"""Exactly once. Each aborted transaction that Kafka has answered for is the end of PUBLISH, not that of WRITE."""
+
+REACH: Final = "write to partitions whose leader is there"
+"""Others may be written meanwhile."""
+
+KEEP_TIME: Final = "send in the time of its lease"
+
+OF_DATABASE: Final = frozenset({READ, ASK, DELETE})
+OF_KAFKA: Final = frozenset({BEGIN, PUBLISH, WRITE, REACH})
+
+
+class Step(NamedTuple):
+    """A statement's name, and the work that it belongs to."""
+
+    name: str
+    work: str
+
+
+MARK: Final = Step("a mark", READ)
+SCAN: Final = Step("a scan", READ)
+PURGE: Final = Step("a purge", DELETE)
+DEAD_LETTERS: Final = Step("the deletion of dead letters", DELETE)
+HOLDS: Final = Step("the reading of holds", ASK)
+STATEMENT: Final = Step("a statement", ASK)

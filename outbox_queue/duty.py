@@ -1,0 +1,275 @@
+"""A consumer or tracker that cannot work leaves its group to others, by the rule of `outbox_core.kafka.duty`.
+
+A member's own thread reads and writes, and may hang in it. So another thread looks every second, and asks: how many are
+in the group, and which brokers do not answer us. The member's thread leaves and joins, when it calls `act`.
+
+It leaves only if a broker does not answer it. What fails although every broker answers fails for the others, too: for
+want of a right, in a partition without a leader, or behind the open transaction of a member that died. If no broker
+answers, it could not even leave.
+
+Leaving is a plain unsubscription, as at the end: members of kafka-mq-go see nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from outbox_core.errors import KafkaUnavailable, OutboxError
+from outbox_core.kafka.admin import Inquiry
+from outbox_core.kafka.clients import KafkaError
+from outbox_core.kafka.duty import Duty
+from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
+from outbox_queue.config import QueueConfig
+from outbox_queue.protocol.clients import common_settings
+
+LEAVE_SECONDS: Final = 2.0
+"""For what is still to be committed by a member that cannot work: others wait for its partitions."""
+
+_LOOK_SECONDS = 1.0
+_HELD_UP_SECONDS = 5.0  # between two looks: this process had no CPU, and nothing is known of its links
+_CHECK_SECONDS = 3.0  # between two checks of the brokers that are read from
+_ASK_SECONDS = 3.0
+_REACH_SECONDS = 5.0  # half of it for the list of brokers
+
+_READ = "read"
+
+_log = logging.getLogger(__name__)
+
+
+def suspecting(config: QueueConfig, duty: GroupDuty) -> dict[str, Callable[[KafkaError], None]]:
+    """Return the setting of a consumer by which its errors make a duty check the brokers; the user's own goes on."""
+    users = config.kafka.get("error_cb")
+
+    def on_error(error: KafkaError) -> None:
+        duty.suspect(error)
+        if users is not None:
+            users(error)
+
+    return {"error_cb": on_error}
+
+
+class GroupDuty:
+    """The watch over one member of a consumer group. Its member's thread calls all methods, but `tried` and kin any.
+
+    Args:
+        name: The member, as the subject of log lines.
+        group: Its consumer group.
+        topic: The topic that the group reads.
+        config: Settings of the queues.
+        on_change: Called with True when the member leaves because it cannot work, with False when it joins again.
+    """
+
+    def __init__(
+        self, name: str, group: str, topic: str, config: QueueConfig, on_change: Callable[[bool], None]
+    ) -> None:
+        self._name = name
+        self._group = group
+        self._topic = topic
+        self._settings = common_settings(config)
+        self._on_change = on_change
+        self._duty = Duty(random.random())  # noqa: S311  not for secrets
+        self._lock = threading.Lock()  # held for moments
+        self._partitions: frozenset[int] = frozenset()
+        self._work_of: dict[str, int] = {}  # work -> its partition
+        self._suspected_at: float | None = None  # since a client reported an error, until every broker answers
+        self._checked_at = 0.0
+        self._leaving = ""  # why it should leave; '' if it should not
+        self._reason = ""  # why it has left
+        self._left_at = 0.0
+        self._is_deserted = False  # while it is out: nobody else is in the group
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"outbox-duty-{group}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more. A question under way ends by itself."""
+        self._closing.set()
+        if self._duty.is_out:
+            self._on_change(False)
+
+    # -- the member's work
+
+    def tried(self, what: str, partition: int | None = None) -> None:
+        """Take in that work begins.
+
+        Args:
+            what: A verb with its object, such as "start messages".
+            partition: The partition of the group's topic that the work is for, if it is for one.
+        """
+        self._tried(what, partition, time.monotonic())
+
+    def _tried(self, what: str, partition: int | None, since: float) -> None:
+        with self._lock:
+            work = self._name_of(what, partition)
+            if partition is not None:
+                self._work_of[work] = partition
+            self._duty.tried(work, since)
+
+    def succeeded(self, what: str, partition: int | None = None) -> None:
+        """Take in that work was done."""
+        with self._lock:
+            self._duty.succeeded(self._name_of(what, partition))
+
+    def dropped(self, what: str, partition: int | None = None) -> None:
+        """Take in that work is not there to do any more."""
+        with self._lock:
+            self._duty.dropped(self._name_of(what, partition))
+
+    def _name_of(self, what: str, partition: int | None) -> str:
+        return what if partition is None else f"{what} {self._topic}[{partition}]"
+
+    def suspect(self, _: KafkaError) -> None:
+        """Take in an error of the client that reads: the brokers that it reads from are checked."""
+        self._suspected_at = self._suspected_at or time.monotonic()
+
+    def assigned(self, partitions: Iterable[int]) -> None:
+        """Take in which partitions the group has given to this member; none if it has lost its place."""
+        with self._lock:
+            self._partitions = frozenset(partitions)
+            for work in [work for work, partition in self._work_of.items() if partition not in self._partitions]:
+                self._duty.dropped(work)
+                del self._work_of[work]
+            if not self._partitions:
+                self._duty.ended()
+            elif not self._duty.has_right:
+                self._duty.began(time.monotonic())
+
+    # -- coming and going
+
+    @property
+    def is_unable(self) -> bool:
+        """True from the moment at which the member should leave, until it joins again."""
+        return bool(self._leaving) or self._duty.is_out
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the member has left its group, None if it has not."""
+        if not self._duty.is_out:
+            return None
+        return f"has left group {self._group} for {time.monotonic() - self._left_at:.0f} s: {self._reason}"
+
+    def act(self, leave: Callable[[], None], join: Callable[[], None]) -> None:
+        """Leave or join the group, if it is time to, by the given calls."""
+        if self._leaving:
+            self._leave(leave)
+        elif self._duty.is_out and self._may_return():
+            self._return(join)
+
+    def _leave(self, leave: Callable[[], None]) -> None:
+        with self._lock:
+            self._reason, self._leaving = self._leaving, ""
+            self._left_at = time.monotonic()
+            self._is_deserted = False
+            self._duty.left(self._left_at)
+        text = "%s leaves group %s to its other members: %s; it joins again when every broker answers it"
+        _log.warning(text, self._name, self._group, self._reason)
+        self._on_change(True)
+        leave()
+
+    def _may_return(self) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            if not self._is_deserted:
+                self._duty.heard(now)
+            return self._duty.may_return(now)
+
+    def _return(self, join: Callable[[], None]) -> None:
+        why = "nobody else is there" if self._is_deserted else "every broker answers it"
+        with self._lock:
+            self._duty.returned()
+        _log.warning("%s joins group %s again after %.0f s: %s", self._name, self._group, self.seconds_out, why)
+        self._on_change(False)
+        join()
+
+    @property
+    def seconds_out(self) -> float:
+        """Seconds since it left last."""
+        return time.monotonic() - self._left_at
+
+    # -- questions, on a thread of its own
+
+    def _run(self) -> None:
+        looked_at = time.monotonic()
+        while not self._closing.wait(_LOOK_SECONDS):
+            if time.monotonic() - looked_at < _HELD_UP_SECONDS:
+                try:
+                    self._look()
+                except OutboxError as error:  # a client cannot be made, say: asked again
+                    _log.debug("%s: %s", self._name, error)
+            looked_at = time.monotonic()
+
+    def _look(self) -> None:
+        if self._duty.is_out:
+            self._look_from_outside()
+            return
+        self._check_readers()
+        with self._lock:
+            is_time = not self._leaving and self._duty.should_ask(time.monotonic())
+        if not is_time:
+            return
+        members = self._members()
+        with self._lock:
+            overdue = self._duty.overdue(time.monotonic())
+            if not self._duty.should_leave(members, time.monotonic()):
+                return
+        try:
+            silent = unreachable_brokers(self._settings, _REACH_SECONDS)
+        except KafkaUnavailable:
+            return
+        if silent:
+            work, seconds = max(overdue.items(), key=lambda one: one[1])
+            answers = "does" if len(silent) == 1 else "do"
+            reason = f"for {seconds:.0f} s it could not {work}, and {' and '.join(silent)} {answers} not answer it"
+            with self._lock:
+                if self._duty.should_leave(members, time.monotonic()):
+                    self._leaving = reason
+
+    def _look_from_outside(self) -> None:
+        with self._lock:
+            is_time = self._duty.should_probe(time.monotonic())
+        if not is_time:
+            return
+        members = self._members()
+        try:
+            is_able = not unreachable_brokers(self._settings, _REACH_SECONDS)
+        except KafkaUnavailable:
+            is_able = False
+        self._is_deserted = members == 0
+        with self._lock:
+            self._duty.probed(time.monotonic(), is_able=is_able)
+
+    def _check_readers(self) -> None:
+        """Find the brokers that are read from and do not answer: without a record to read, nothing else would tell."""
+        suspected_at, now = self._suspected_at, time.monotonic()
+        if suspected_at is None or now - self._checked_at < _CHECK_SECONDS:
+            return
+        partitions = self._partitions
+        try:
+            silent = unreachable_leaders(self._settings, [(self._topic, one) for one in partitions], _REACH_SECONDS)
+        except KafkaUnavailable:
+            return
+        finally:
+            self._checked_at = time.monotonic()
+        for one in partitions:
+            if (self._topic, one) in silent:
+                self._tried(_READ, one, suspected_at)
+            else:
+                self.succeeded(_READ, one)
+        if not silent:
+            self._suspected_at = None
+
+    def _members(self) -> int | None:
+        """Return the number of members of the group, None if Kafka does not say."""
+        try:
+            with Inquiry(self._settings, _ASK_SECONDS) as inquiry:
+                return inquiry.members(self._group)
+        except KafkaUnavailable:
+            return None
