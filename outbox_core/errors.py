@@ -25,6 +25,7 @@ __all__ = [
     "ProcessExhausted",
     "RowsHeld",
     "RowsRemain",
+    "StoreSilent",
     "StoreUnavailable",
     "TrackingTopicError",
     "TransactionRequired",
@@ -104,6 +105,10 @@ class StoreUnavailable(OutboxError):
     def __init__(self, message: str, *, in_doubt: bool = False) -> None:
         super().__init__(message)
         self.in_doubt = in_doubt
+
+
+class StoreSilent(StoreUnavailable):
+    """The database did not answer within the time that the caller has; its connection was given up."""
 
 
 class RowsRemain(StoreUnavailable):

@@ -13,7 +13,7 @@ from outbox_core.schema import TableName
 if TYPE_CHECKING:
     import argparse
 
-    import psycopg
+    from outbox_core.stores.postgres.connection import Connection
 
 DATA_SOURCE_VARIABLE = "OUTBOX_POSTGRES_DSN"
 TABLE_VARIABLE = "OUTBOX_TABLE"
@@ -68,7 +68,7 @@ def read_harvest_file(path: str) -> dict[str, Any]:
 _YAML_NAMES = {"data_source": "dataSource", "outbox_table": "outboxTable"}
 
 
-def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[object, ...]], TableName]:
+def connect(dsn: str | None, name: TableName) -> tuple[Connection, TableName]:
     """Open an autocommit connection, and return it with the table's full name.
 
     No schema can put functions of its own in the connection's way. Without `dsn` the environment's counts. A table that
@@ -78,9 +78,7 @@ def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[
     return connection, found
 
 
-def connect_to_schema(
-    dsn: str | None, name: TableName
-) -> tuple[psycopg.Connection[tuple[object, ...]], TableName, str | None]:
+def connect_to_schema(dsn: str | None, name: TableName) -> tuple[Connection, TableName, str | None]:
     """Do as `connect`, and return also the schema in which a table that is named without one would be made."""
     try:
         import psycopg
@@ -90,13 +88,15 @@ def connect_to_schema(
     if not dsn:
         raise InvalidConfig(f"no database: pass --dsn or -f, or set {DATA_SOURCE_VARIABLE}")
     from outbox_core.stores.postgres.connection import location, one_line, pin_search_path
+    from outbox_core.stores.postgres.deadlines import BoundedConnection
 
     source = as_libpq_reads_it(dsn)
     try:
         settings: dict[str, Any] = {"client_encoding": "utf8", "connect_timeout": _CONNECT_SECONDS}
-        connection = psycopg.connect(source, autocommit=True, **settings)
+        connection: Connection = BoundedConnection.connect(source, autocommit=True, **settings)
         (schema,) = connection.execute("SELECT pg_catalog.current_schema()").fetchone() or (None,)
         (found,) = pin_search_path(connection, name)
+        connection.set_patience(0.0, purpose="a statement of this command")
     except psycopg.ProgrammingError:
         # Without the driver's words: they quote the DSN, perhaps its password.
         raise InvalidConfig(f"{_name_of(dsn)}: neither key=value pairs nor a postgresql:// URL") from None

@@ -12,15 +12,17 @@ from typing import Any, NamedTuple, Self
 
 import psycopg
 
-from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreSilent, StoreUnavailable
 from outbox_core.schema import TableName, hold_beside, quote
 from outbox_core.stores.postgres.connection import (
     CONNECTION_DEFAULTS,
+    Connection,
     location,
     milliseconds,
     one_line,
     pin_search_path,
 )
+from outbox_core.stores.postgres.deadlines import BoundedConnection, ConnectionGivenUp
 
 CONNECT_SECONDS = 2.0
 LOCK_SECONDS = 1.5
@@ -89,7 +91,7 @@ class DatabaseSession:
             given: dict[str, Any] = psycopg.conninfo.conninfo_to_dict(data_source)
             given["connect_timeout"] = max(2, round(connect_seconds))  # libpq takes less for two
             given["application_name"] = application_name
-            self.connection = psycopg.connect(**{**CONNECTION_DEFAULTS, **given}, autocommit=True)
+            self.connection: Connection = BoundedConnection.connect(**{**CONNECTION_DEFAULTS, **given}, autocommit=True)
         except psycopg.ProgrammingError:
             # Without the driver's words: they quote the DSN, perhaps its password.
             raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
@@ -99,6 +101,9 @@ class DatabaseSession:
             self.table, self.holds = pin_search_path(self.connection, name, hold_beside(name))
             limits = milliseconds(LOCK_SECONDS), milliseconds(_STATEMENT_SECONDS)
             self.connection.execute(_SETTINGS, (*limits, "off" if writes else "on"))
+            self.connection.set_patience(_STATEMENT_SECONDS, purpose=application_name)
+        except ConnectionGivenUp as error:
+            raise StoreSilent(str(error)) from None
         except psycopg.Error as error:
             self.connection.close()
             raise StoreUnavailable(f"{place} does not answer: {one_line(error)}") from None
@@ -145,7 +150,7 @@ class DatabaseSession:
         Raises:
             TableLocked: if one waited for a lock.
             OutboxTableError: if the role lacks a right, or the table a column.
-            StoreUnavailable: if the database failed, or took longer than 5 s.
+            StoreUnavailable: if the database failed, took longer than 5 s, or said nothing for 15 s.
         """
         try:
             yield
@@ -156,6 +161,8 @@ class DatabaseSession:
                 f"{self.place} gave no answer within {_STATEMENT_SECONDS:g} s; dead rows at the table's head that "
                 "vacuum cannot remove are the usual cause"
             ) from None
+        except ConnectionGivenUp as error:
+            raise StoreSilent(str(error), in_doubt=True) from None
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"{self.place} failed: {one_line(error)}") from None
         except psycopg.Error as error:

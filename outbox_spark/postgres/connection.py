@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import psycopg
 
 from outbox_core.config import redact
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.schema import TableName
-from outbox_core.stores.postgres.connection import pin_search_path
+from outbox_core.stores.postgres.connection import Connection, pin_search_path
+from outbox_core.stores.postgres.deadlines import BoundedConnection
 from outbox_spark.runtime.secrets import filled
 
 _CONNECT_SECONDS = 10
@@ -17,8 +16,6 @@ _CONNECT_SECONDS = 10
 _SESSION = """
 SELECT pg_catalog.current_schema(), pg_catalog.set_config('synchronous_commit', 'on', false)
 """
-
-Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 def connect(
@@ -37,10 +34,11 @@ def connect(
     defaults = {"connect_timeout": _CONNECT_SECONDS, "application_name": application_name}
     connection: Connection | None = None
     try:
-        connection = psycopg.connect(**{**defaults, **filled(given)}, autocommit=True)
+        connection = BoundedConnection.connect(**{**defaults, **filled(given)}, autocommit=True)
         (first, _) = connection.execute(_SESSION).fetchone() or (None, None)
         found = pin_search_path(connection, *names)
         connection.autocommit = autocommit
+        connection.set_patience(0.0, purpose=what)
     except psycopg.Error as error:
         if connection is not None:
             connection.close()

@@ -169,6 +169,7 @@ class ShardStore(PostgresStore):
         statement = self.table.format(_READ, partition=partition)
         try:
             connection = self.table.connected()
+            connection.purpose = "the rows of a shard"
             with connection.cursor() as cursor:
                 # Row by row: a fetch of many would take as many large ones.
                 fields = cursor.stream(statement, {"shard": number, "shards": of}, binary=True)

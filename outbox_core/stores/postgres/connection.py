@@ -19,8 +19,9 @@ from uuid import uuid4
 
 import psycopg
 
-from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreSilent, StoreUnavailable
 from outbox_core.schema import TableName
+from outbox_core.stores.postgres.deadlines import BoundedConnection, ConnectionGivenUp
 
 _PID = "SELECT pg_catalog.pg_backend_pid()"
 
@@ -88,7 +89,7 @@ _PROBE_SETTING = "kafka_outbox.session"
 _TRIES = 3
 _CONSTRAINT_VIOLATIONS = "23"  # class of SQLSTATE
 
-Connection = psycopg.Connection[tuple[Any, ...]]
+Connection = BoundedConnection[tuple[Any, ...]]
 
 
 def pin_search_path(connection: psycopg.Connection[Any], *names: TableName) -> list[TableName]:
@@ -101,7 +102,7 @@ def pin_search_path(connection: psycopg.Connection[Any], *names: TableName) -> l
     # A pooler gives its clients process ids of its own. To tell more takes a second connection.
     if connection.execute(_PID).fetchone() != (connection.info.backend_pid,):
         given: dict[str, Any] = {"password": connection.info.password, "connect_timeout": 10}
-        with psycopg.connect(connection.info.dsn, **given, autocommit=True) as second:
+        with BoundedConnection.connect(connection.info.dsn, **given, autocommit=True) as second:
             is_lent = is_lent_by_transaction(connection, second)
         if is_lent:
             connection.close()
@@ -120,7 +121,8 @@ def connect_to_primary(
 ) -> tuple[Connection, list[TableName]]:
     """Open an autocommit connection for harvesting; return it and these tables as it finds them.
 
-    `statement_timeout` is in seconds, 0.0 for none. Raises StoreUnavailable if the server refuses us or is a standby.
+    `statement_timeout` is in seconds, 0.0 for none. A statement that is not answered for longer gives the connection up
+    (see `deadlines`). Raises StoreUnavailable if the server refuses us, does not answer or is a standby.
     """
     try:
         given = psycopg.conninfo.conninfo_to_dict(data_source)
@@ -128,13 +130,15 @@ def connect_to_primary(
         raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
     settings: dict[str, Any] = {"application_name": application_name, **CONNECTION_DEFAULTS, **given}
     try:
-        connection = psycopg.connect(**settings, autocommit=True)
+        connection: Connection = BoundedConnection.connect(**settings, autocommit=True)
     except psycopg.Error as error:
         raise StoreUnavailable(f"cannot connect to {location(data_source)}: {one_line(error)}") from None
     try:
         tables = pin_search_path(connection, *names)
         timeouts = {"statement_timeout": milliseconds(statement_timeout), "unread": milliseconds(_UNREAD_SECONDS)}
         row = connection.execute(_SESSION, timeouts).fetchone()
+    except ConnectionGivenUp as error:
+        raise StoreSilent(str(error)) from None
     except psycopg.Error as error:
         connection.close()
         raise StoreUnavailable(f"the database refused the session's settings: {one_line(error)}") from None
@@ -142,6 +146,7 @@ def connect_to_primary(
         # A standby lags behind: what has been purged would be found there again.
         connection.close()
         raise StoreUnavailable("the database server is a standby; name the primary")
+    connection.set_patience(statement_timeout, purpose=application_name)
     return connection, tables
 
 

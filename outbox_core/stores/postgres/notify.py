@@ -19,11 +19,13 @@ from uuid import uuid4
 
 import psycopg
 
-from outbox_core.errors import OutboxError, StoreUnavailable
+from outbox_core.errors import OutboxError, StoreSilent, StoreUnavailable
 from outbox_core.schema import NOTIFY_CHANNEL_PREFIX, TableName
 from outbox_core.stores.postgres.connection import Connection, connect_to_primary, one_line
+from outbox_core.stores.postgres.deadlines import ConnectionGivenUp
 
 _PROBE_SECONDS = 2.0
+_STATEMENT_SECONDS = 10.0  # they read the catalogs
 
 _FIND = """
 SELECT c.oid::bigint, EXISTS (
@@ -55,7 +57,7 @@ class CommitNotices:
         """Connect, listen, and check that notices come, else raise NoNotices."""
         self.close()
         with self._closed_on_error():
-            self._connection, (self._table,) = connect_to_primary(self._data_source, self._application_name, self._name)
+            self._connection, (self._table,) = self._connect(self._name)
             self._connection.add_notify_handler(lambda notice: self._heard.append(notice.payload))
             self._channel = self._find_channel(self._connection)
             self._connection.execute(f"LISTEN {self._channel}".encode())
@@ -71,6 +73,9 @@ class CommitNotices:
     def _closed_on_error(self) -> Iterator[None]:
         try:
             yield
+        except ConnectionGivenUp as error:
+            self.close()
+            raise StoreSilent(str(error)) from None
         except psycopg.Error as error:
             self.close()
             raise StoreUnavailable(one_line(error)) from None
@@ -107,6 +112,13 @@ class CommitNotices:
         self._bell.close()
         self._button.close()
 
+    def _connect(self, *names: TableName) -> tuple[Connection, list[TableName]]:
+        connection, found = connect_to_primary(
+            self._data_source, self._application_name, *names, statement_timeout=_STATEMENT_SECONDS
+        )
+        connection.purpose = "LISTEN for notices"
+        return connection, found
+
     def _find_channel(self, connection: Connection) -> str:
         parameters = {"table": self._table.quoted, "mark": f"%{NOTIFY_CHANNEL_PREFIX}%"}
         row = connection.execute(_FIND, parameters).fetchone()
@@ -119,7 +131,7 @@ class CommitNotices:
 
     def _probe(self) -> None:
         token = str(uuid4())
-        connection, _ = connect_to_primary(self._data_source, self._application_name)
+        connection, _ = self._connect()
         with connection as second:
             second.execute("SELECT pg_notify(%s, %s)", (self._channel, token))
         give_up_at = time.monotonic() + _PROBE_SECONDS

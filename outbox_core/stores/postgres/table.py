@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import psycopg
 from psycopg import errors
 
-from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RowsRemain, StoreSilent, StoreUnavailable
 from outbox_core.schema import (
     HOLD_COLUMNS,
     REQUIRED_COLUMNS,
@@ -29,6 +29,7 @@ from outbox_core.schema import (
 from outbox_core.stores.interface import StoredRecord
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection, connect_to_primary, milliseconds, one_line
+from outbox_core.stores.postgres.deadlines import LONG_SECONDS, ConnectionGivenUp
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,13 @@ _PASSING = (psycopg.OperationalError, psycopg.InterfaceError, errors.ReadOnlySql
 # an internal error. None of them says anything about the table.
 _PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
 # "cached plan must not change result type", among others
+# Without a timeout, the waits for them end all the same, after so many timeouts or a quarter of an hour.
+_WHOLE_TABLE_FACTOR = 30
+_STATEMENTS = {
+    text: f"statement {name.lower().replace('_', ' ')}"
+    for name, text in vars(sql).items()
+    if name.isupper() and isinstance(text, str)
+}
 _ALTERED = (errors.FeatureNotSupported, errors.UndefinedColumn, errors.UndefinedFunction, errors.DatatypeMismatch)
 
 
@@ -157,6 +165,7 @@ class OutboxTable:
     ) -> psycopg.Cursor[Row]:
         text, names = numbered(self.format(statement, **parts))
         values = [parameters[name] for name in names] if isinstance(parameters, Mapping) else parameters
+        cast("Connection", cursor.connection).purpose = _STATEMENTS.get(statement, "a statement of ours")
         try:
             return cursor.execute(text, values, prepare=statement in sql.PLANNED_ONCE, binary=True)
         except psycopg.Error as error:
@@ -186,10 +195,11 @@ class OutboxTable:
     def set_timeout(self, seconds: float) -> None:
         """Give up statements on this connection after so long."""
         self.execute("SELECT set_config('statement_timeout', %s, false)", (milliseconds(seconds),))
+        self.connected().set_patience(seconds or max(LONG_SECONDS, _WHOLE_TABLE_FACTOR * self.statement_timeout))
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
-        """Lift the timeout for statements that read the whole table, once, when a leadership begins."""
+        """Lift the server's timeout for statements that read the whole table, once, when a leadership begins."""
         self.set_timeout(0.0)
         yield
         self.set_timeout(self.statement_timeout)
@@ -203,6 +213,8 @@ class OutboxTable:
         was_cut = self.connection is None or self.connection.closed
         self.close()
         message = one_line(error)
+        if isinstance(error, ConnectionGivenUp):
+            raise StoreSilent(message, in_doubt=True) from error
         if was_cut or isinstance(error, _PASSING) or (error.sqlstate or "")[:2] in _PASSING_CLASSES:
             raise StoreUnavailable(message, in_doubt=True) from error
         if isinstance(error, _ALTERED) and self._layout and not self._was_altered:

@@ -1,0 +1,95 @@
+"""Connections to PostgreSQL whose calls end by themselves: no thread waits for a server that says nothing.
+
+`statement_timeout` is the server's, and `connect_timeout` covers the handshake only. A backend that stands still behind
+a live kernel, a pooler in session mode that has lost its server, or a proxy whose other end is gone answer nothing, and
+TCP is content. So each wait for an answer has a deadline of this side: `patience` seconds without a byte or room for
+one, after which the connection is shut down under the driver. The driver then ends the call as for a server that went
+away, and the call raises `ConnectionGivenUp`, which says how long there was no answer, from where and to what.
+
+psycopg carries out each call on a connection, `COPY` and `COMMIT` included, as a generator that `Connection.wait`
+resumes when the socket is ready, and with nothing in hand each tenth of a second. The deadline is looked at there, on
+the thread that waits: no other thread is needed, a descriptor cannot be another connection's by then, and a process
+that was forked has the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+import psycopg
+
+SETUP_SECONDS = 10.0
+"""The patience with a session that is being set up: a few statements that read the catalogs."""
+
+GRACE_SECONDS = 10.0
+"""The patience beyond the statement timeout in force, within which the server should have said that it cancels."""
+
+LONG_SECONDS = 900.0
+"""The patience with statements that have no timeout, as they read whole tables or build indexes."""
+
+T = TypeVar("T")
+Row_co = TypeVar("Row_co", covariant=True)
+
+
+class ConnectionGivenUp(psycopg.OperationalError):
+    """The server did not answer within the connection's patience; the connection is closed."""
+
+
+class BoundedConnection(psycopg.Connection[Row_co]):
+    """A connection that is given up when the server does not answer. Used by one thread at a time.
+
+    Attributes:
+        patience: seconds without a byte of an answer.
+        purpose: the statement or the work under way, for the error: no values of rows.
+    """
+
+    patience = SETUP_SECONDS
+    purpose = "the session's first statements"
+    _given_up: ConnectionGivenUp | None = None
+
+    def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
+        """Wait as the driver does, within `patience`. Raises ConnectionGivenUp."""
+        return super().wait(self._bounded(gen), *args, **options)
+
+    def set_patience(self, statement_timeout: float, *, purpose: str | None = None) -> None:
+        """Fit the patience to a statement timeout in seconds, 0.0 for none."""
+        self.patience = statement_timeout + GRACE_SECONDS if statement_timeout else LONG_SECONDS
+        if purpose is not None:
+            self.purpose = purpose
+
+    def _bounded(self, gen: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
+        try:
+            wanted = next(gen)
+            heard_at = time.monotonic()
+            while True:
+                ready = yield wanted
+                if ready:
+                    heard_at = time.monotonic()
+                elif self._given_up is None and time.monotonic() - heard_at >= self.patience:
+                    self._given_up = ConnectionGivenUp(
+                        f"{self._place()} has not answered for {self.patience:.0f} s ({self.purpose}); the connection "
+                        "was given up"
+                    )
+                    self._shut_down()
+                wanted = gen.send(ready)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        except psycopg.Error as error:
+            if self._given_up is not None:
+                raise self._given_up from error
+            raise
+
+    def _place(self) -> str:
+        info = self.info
+        host = info.host or "the local socket"
+        return f"database {info.dbname} at {host if host.startswith('/') else f'{host}:{info.port}'}"
+
+    def _shut_down(self) -> None:
+        """End the connection under the driver, which keeps its descriptor, and finds the end of the stream."""
+        with socket.socket(fileno=os.dup(self.pgconn.socket)) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
