@@ -113,10 +113,11 @@ test-chaos: $(STAMP)  ## Run the chaos tests alone, with every kind of fault at 
 test-queues: $(STAMP)  ## The fault test of queues in full: 100,000 messages, consumers and trackers killed, some minutes
 	OUTBOX_TEST_QUEUE_MESSAGES=$(or $(MESSAGES),100000) $(BIN)/pytest tests/acceptance/test_queue_faults.py
 
-chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-once BROKERS=1|3 DECK=all SEED=n), with a report
+chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-once BROKERS=1|3 DECK=all FAULTS=n SEED=n), with a report
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --mode $(or $(MODE),exactly-once) \
 		--brokers $(or $(BROKERS),1) --deck $(or $(DECK),all) $(if $(SEED),--seed $(SEED)) $(if $(HOSTILE),--hostile) \
-		$(if $(LATE),--late-requests $(LATE)) $(if $(RECORDS),--least-records $(RECORDS))
+		$(if $(LATE),--late-requests $(LATE)) $(if $(RECORDS),--least-records $(RECORDS)) \
+		$(if $(FAULTS),--least-faults $(FAULTS)) $(if $(ILLNESS),--longest-illness $(ILLNESS))
 
 simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n), or one SEED=n with its trace; RULE= breaks one (MEDIAN=5)
 	$(BIN)/python -m tests.simulation --hours $(or $(HOURS),0.1) $(if $(MODE),--mode $(MODE)) $(if $(SEED),--seed $(SEED)) \

@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 from confluent_kafka import Consumer, KafkaException, Producer
 
 from devstack.errors import DevstackError
+from devstack.proxy import Direction
 
 PROBE_TOPIC = "devstack-probe"
 
@@ -27,12 +28,16 @@ class Proxy(Protocol):
         """Close everything."""
         ...
 
-    def cut(self, *, drop: bool = False) -> None:
-        """Become a black hole."""
+    def cut(self, *, drop: bool = False, only: Direction | None = None) -> None:
+        """Become a black hole, in both directions or one."""
+        ...
+
+    def slow(self, seconds: float) -> None:
+        """Become slow."""
         ...
 
     def restore(self) -> None:
-        """End `cut`."""
+        """End `cut` and `slow`."""
         ...
 
     def reset(self) -> None:

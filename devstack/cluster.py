@@ -1,10 +1,10 @@
 """Three brokers and a controller: replication factor 3, min ISR 2, for topics, offsets and the state of transactions.
 
 One node is controller alone, so that two of three brokers can be killed without taking the quorum along. Every broker
-has the proxied listeners of the single one; `proxied(n)` puts a `FrameProxy` before each of them, and a client that
-bootstraps through these can be cut off from single brokers: from the leader of a partition, or from a transaction
-coordinator. With `links`, each broker reaches the controller through a proxy as well: `isolate` cuts that alone, and
-the broker goes on answering clients for partitions whose leaders the others have moved.
+has the proxied listeners of the single one; `proxied(n)` puts a `FrameProxy` before the n-th of each, and a client that
+bootstraps through these can be cut off from single brokers: from the leader of a partition, or from a coordinator of
+transactions or groups. With `links`, each broker reaches the controller through a proxy as well: `isolate` cuts that
+alone, and the broker goes on answering clients for partitions whose leaders the others have moved.
 """
 
 import socket
@@ -24,8 +24,6 @@ from devstack.frame_proxy import FrameProxy
 from devstack.jars import KAFKA_VERSION, Report
 from devstack.java import SharedClasses
 from devstack.kafka import (
-    ADVERTISED_PORTS,
-    BROKER_PORTS,
     META,
     BrokerNode,
     KafkaNode,
@@ -34,7 +32,7 @@ from devstack.kafka import (
 )
 from devstack.ports import LOCALHOST, free_ports, is_free
 from devstack.processes import wait_until
-from devstack.proxy import TcpProxy
+from devstack.proxy import Direction, TcpProxy
 
 _BROKERS = (1, 2, 3)
 _CONTROLLER = 100
@@ -53,6 +51,9 @@ _SECONDS_TO_START = 120
 _SECONDS_TO_MOVE = 20
 TRANSACTION_STATE = "__transaction_state"
 """The topic whose leaders are the coordinators of transactions."""
+GROUP_STATE = "__consumer_offsets"
+"""The topic whose leaders are the coordinators of groups."""
+_KEY_TYPES = {GROUP_STATE: 0, TRANSACTION_STATE: 1}
 
 
 class ControllerNode(KafkaNode):
@@ -105,8 +106,7 @@ class ClusterBroker(BrokerNode):
         options: As of a `KafkaNode`.
     """
 
-    listening = BROKER_PORTS
-    advertised = ADVERTISED_PORTS
+    own_ports = ("plain",)
 
     def __init__(
         self, directory: Path, number: int, controller: ControllerNode, *, is_linked: bool, **options: Any
@@ -170,13 +170,18 @@ class ProxyGroup:
         for proxy in self.of.values():
             proxy.stop()
 
-    def cut(self, *, drop: bool = False) -> None:
+    def cut(self, *, drop: bool = False, only: Direction | None = None) -> None:
         """Become a black hole, as `TcpProxy.cut`."""
         for proxy in self.of.values():
-            proxy.cut(drop=drop)
+            proxy.cut(drop=drop, only=only)
+
+    def slow(self, seconds: float) -> None:
+        """Become slow, as `TcpProxy.slow`."""
+        for proxy in self.of.values():
+            proxy.slow(seconds)
 
     def restore(self) -> None:
-        """End `cut`."""
+        """End `cut` and `slow`."""
         for proxy in self.of.values():
             proxy.restore()
 
@@ -204,6 +209,7 @@ class KafkaCluster:
         directory: May belong to a cluster that already runs, which `start` then reuses.
         extra_properties: Settings of all nodes that override ours.
         heap: Maximum Java heap of each broker.
+        sides: Number of listeners of each broker behind proxies.
         links: Whether brokers reach the controller through proxies of this process, so that `isolate` works; such a
             cluster lives no longer than this process.
         report: Called with each step that takes long.
@@ -218,6 +224,7 @@ class KafkaCluster:
         *,
         extra_properties: Mapping[str, str] | None = None,
         heap: str = "320m",
+        sides: int = 2,
         links: bool = False,
         report: Report = lambda _: None,
     ) -> None:
@@ -235,6 +242,7 @@ class KafkaCluster:
                 number,
                 self.controller,
                 is_linked=links,
+                sides=sides,
                 heap=heap,
                 small=True,
                 **shared,
@@ -308,10 +316,10 @@ class KafkaCluster:
         self.start()
 
     def proxied(self, number: int) -> ProxyGroup:
-        """Return proxies before listeners PROXIED1 or PROXIED2; their `bootstrap` keeps clients behind them.
+        """Return proxies before a listener of each broker; their `bootstrap` keeps clients behind them.
 
         Args:
-            number: 1 or 2; each can have one group at a time.
+            number: The side, from 1 on; each can have one group at a time.
         """
         return ProxyGroup({broker.number: broker.frame_proxied(number) for broker in self.brokers.values()})
 
@@ -333,23 +341,23 @@ class KafkaCluster:
             raise DevstackError(f"{topic}[{partition}] has no leader")
         return found[0]
 
-    def coordinator_of(self, transactional_id: str) -> int:
-        """Return the broker that coordinates the transactions of a transactional.id."""
-        return self.leader_of(TRANSACTION_STATE, self.coordinating_partition(transactional_id))
+    def coordinator_of(self, name: str, state: str = TRANSACTION_STATE) -> int:
+        """Return the broker that coordinates the transactions of a transactional.id, or with GROUP_STATE a group."""
+        return self.leader_of(state, self.coordinating_partition(name, state))
 
-    def coordinating_partition(self, transactional_id: str) -> int:
-        """Return the partition of the transaction state to which a transactional.id belongs."""
+    def coordinating_partition(self, name: str, state: str = TRANSACTION_STATE) -> int:
+        """Return the partition of the state to which a transactional.id or a group belongs."""
         found: list[int] = []
 
         def look() -> bool:
             try:
-                found[:] = [_java_hash(transactional_id) % len(self._described(TRANSACTION_STATE))]
+                found[:] = [_java_hash(name) % len(self._described(state))]
             except KafkaException:  # the topic comes into being when first asked for
-                self._ask(_find_coordinator_request(transactional_id))
+                self._ask(_find_coordinator_request(name, _KEY_TYPES[state]))
             return bool(found)
 
         if not wait_until(look, timeout=_SECONDS_TO_MOVE, interval=0.1):
-            raise DevstackError(f"the cluster has no {TRANSACTION_STATE}")
+            raise DevstackError(f"the cluster has no {state}")
         return found[0]
 
     def coordinating_group_partition(self, group_id: str) -> int:
@@ -374,9 +382,9 @@ class KafkaCluster:
         if not wait_until(_quietly(moved), timeout=_SECONDS_TO_MOVE, interval=0.2):
             raise DevstackError(f"broker {to} does not become the leader of {topic}[{partition}]")
 
-    def move_coordinator(self, transactional_id: str, to: int) -> None:
-        """Let another broker coordinate the transactions of a transactional.id (and of those beside it)."""
-        self.move_leader(TRANSACTION_STATE, self.coordinating_partition(transactional_id), to)
+    def move_coordinator(self, name: str, to: int, state: str = TRANSACTION_STATE) -> None:
+        """Let another broker coordinate the transactions of an id, or a group (and those beside it)."""
+        self.move_leader(state, self.coordinating_partition(name, state), to)
 
     def wait_until_in_sync(self, timeout: float = 60) -> bool:
         """Wait until every partition has a leader and all its replicas; False if that takes longer.
@@ -522,9 +530,9 @@ def _elect_request(topic: str, partition: int) -> bytes:
     return _header(43, 2) + preferred + b"\2" + one_topic + struct.pack(">i", 10_000) + b"\0"
 
 
-def _find_coordinator_request(transactional_id: str) -> bytes:
-    """Encode FindCoordinator, version 3, of transactions."""
-    return _header(10, 3) + _compact(transactional_id) + b"\1\0"
+def _find_coordinator_request(name: str, key_type: int) -> bytes:
+    """Encode FindCoordinator, version 3."""
+    return _header(10, 3) + _compact(name) + bytes([key_type, 0])
 
 
 def _header(api_key: int, version: int) -> bytes:

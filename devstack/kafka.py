@@ -1,7 +1,8 @@
 """A real Kafka broker: KRaft, one node that is both broker and controller, Kafka's main class started from its jars.
 
-Besides the plain listener it has two more whose *advertised* ports belong to a `TcpProxy`: a client that bootstraps
-through the proxy is sent back to the proxy and can be cut off, while others reach the broker undisturbed.
+Besides the plain listener it has more, two by default, one for each *side* of a network, whose *advertised* ports
+belong to a `TcpProxy`: a client that bootstraps through the proxy is sent back to the proxy and can be cut off, while
+others reach the broker undisturbed.
 """
 
 import base64
@@ -12,6 +13,7 @@ import subprocess
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from devstack.broker import BrokerProbe
 from devstack.errors import DevstackError, log_tail
@@ -22,9 +24,7 @@ from devstack.ports import LOCALHOST, free_ports, is_free
 from devstack.processes import ServiceProcess, wait_until
 from devstack.proxy import TcpProxy
 
-_PROXIES = (1, 2)
-BROKER_PORTS = ("plain", "proxied1", "proxied2")
-ADVERTISED_PORTS = ("advertised1", "advertised2")
+_SIDES = 2
 _NODE_ID = 1
 _SECONDS_TO_START = 90
 _SECONDS_FOR_PROXY = 60
@@ -76,9 +76,9 @@ class KafkaNode:
         report: Called with each step that takes long.
     """
 
-    listening: tuple[str, ...] = (*BROKER_PORTS, "controller")
+    listening: tuple[str, ...]
     """Names of the ports on which it listens."""
-    advertised: tuple[str, ...] = ADVERTISED_PORTS
+    advertised: tuple[str, ...]
     """Names of the ports that it only tells others."""
 
     def __init__(
@@ -113,7 +113,11 @@ class KafkaNode:
     @property
     def has_free_ports(self) -> bool:
         """Tell whether it has ports of an earlier start, on which nothing listens."""
-        return self._ports_file.exists() and all(is_free(self.ports[name]) for name in self.listening)
+        if not self._ports_file.exists():
+            return False
+        ports = self.ports
+        has_all = ports.keys() >= {*self.listening, *self.advertised}
+        return has_all and all(is_free(ports[name]) for name in self.listening)
 
     @property
     def ports(self) -> dict[str, int]:
@@ -240,7 +244,22 @@ class KafkaNode:
 
 
 class BrokerNode(KafkaNode):
-    """A node that clients talk to."""
+    """A node that clients talk to.
+
+    Args:
+        directory: As of a `KafkaNode`.
+        sides: Number of listeners behind proxies.
+        options: As of a `KafkaNode`.
+    """
+
+    own_ports: tuple[str, ...]
+    """Names of the ports on which it listens without a proxy."""
+
+    def __init__(self, directory: Path | str, *, sides: int = _SIDES, **options: Any) -> None:
+        super().__init__(directory, **options)
+        self._sides = range(1, sides + 1)
+        self.listening = (*self.own_ports, *(f"proxied{side}" for side in self._sides))
+        self.advertised = tuple(f"advertised{side}" for side in self._sides)
 
     @property
     def bootstrap(self) -> str:
@@ -248,10 +267,10 @@ class BrokerNode(KafkaNode):
         return f"{LOCALHOST}:{self.ports['plain']}"
 
     def proxied(self, number: int) -> TcpProxy:
-        """Return a proxy before listener PROXIED1 or PROXIED2; its `bootstrap` keeps clients behind it.
+        """Return a proxy before a listener; its `bootstrap` keeps clients behind it.
 
         Args:
-            number: 1 or 2; each can have one proxy at a time.
+            number: The side, from 1 on; each can have one proxy at a time.
         """
         return TcpProxy(LOCALHOST, *self._proxied_ports(number))
 
@@ -269,8 +288,9 @@ class BrokerNode(KafkaNode):
             raise self._with_log(f"the broker does not answer after {_SECONDS_TO_START} s")
 
     def _listener_settings(self, ports: dict[str, int], *, controller: bool) -> dict[str, str]:
-        listeners = {"PLAINTEXT": ports["plain"], "PROXIED1": ports["proxied1"], "PROXIED2": ports["proxied2"]}
-        advertised = listeners | {"PROXIED1": ports["advertised1"], "PROXIED2": ports["advertised2"]}
+        plain = {"PLAINTEXT": ports["plain"]}
+        listeners = plain | {f"PROXIED{side}": ports[f"proxied{side}"] for side in self._sides}
+        advertised = plain | {f"PROXIED{side}": ports[f"advertised{side}"] for side in self._sides}
         bound = listeners | ({"CONTROLLER": ports["controller"]} if controller else {})
         return {
             "listeners": endpoints(bound),
@@ -279,8 +299,8 @@ class BrokerNode(KafkaNode):
         }
 
     def _proxied_ports(self, number: int) -> tuple[int, int]:
-        if number not in _PROXIES:
-            raise DevstackError(f"there are proxied listeners {_PROXIES}, not {number}")
+        if number not in self._sides:
+            raise DevstackError(f"there are proxied listeners 1 to {len(self._sides)}, not {number}")
         ports = self.ports
         # The shared broker's may be in use by another run of the tests.
         wait_until(lambda: is_free(ports[f"advertised{number}"]), timeout=_SECONDS_FOR_PROXY)
@@ -290,6 +310,7 @@ class BrokerNode(KafkaNode):
 class KafkaBroker(BrokerNode):
     """A broker that is its own controller."""
 
+    own_ports = ("plain", "controller")
     is_embedded = False
     description = f"real broker, Kafka {KAFKA_VERSION}"
 

@@ -259,7 +259,8 @@ def own_postgres(pytestconfig):
 @pytest.fixture(scope="session")
 def _cluster(pytestconfig):
     directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-cluster-"))
-    made = KafkaCluster(directory / "cluster", extra_properties=QUICK, links=True, report=_reporter(pytestconfig))
+    options = {"extra_properties": QUICK, "report": _reporter(pytestconfig)}
+    made = KafkaCluster(directory / "cluster", sides=3, links=True, **options)
     with _recorded(pytestconfig, directory):
         yield made
         made.stop()

@@ -6,12 +6,15 @@ import sys
 import time
 from pathlib import Path
 
+from tests.chaos.ill import CREW
 from tests.chaos.run import ChaosRun, new_seed
-from tests.chaos.schedule import DECKS
-from tests.chaos.services import Services
+from tests.chaos.schedule import DECKS, LONGEST_ILLNESS_SECONDS
+from tests.chaos.services import SIDES, Services
 from tests.chaos.worker import BREACHES
 
-_OUTBOXES = 5
+_OUTBOXES, _RATE, _KEYS = 5, 2000.0, 25
+# So few records of so many keys that slow links and a backlog of a minute are no overload.
+_OUTBOXES_OF_THE_ILL, _RATE_OF_THE_ILL, _KEYS_OF_THE_ILL = 2, 80.0, 100
 
 
 def main() -> int:
@@ -20,14 +23,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--mode", choices=["exactly-once", "at-least-once"], default="exactly-once")
     parser.add_argument("--seed", type=int, default=None, help="of the schedule; a new one by default")
-    parser.add_argument("--outboxes", type=int, default=_OUTBOXES)
-    parser.add_argument("--rate", type=float, default=2000.0, help="records per second, of all outboxes together")
-    parser.add_argument("--keys", type=int, default=25, help="number of keys on each topic")
+    parser.add_argument("--outboxes", type=int, help=f"{_OUTBOXES} by default, {_OUTBOXES_OF_THE_ILL} in deck one")
+    parser.add_argument("--rate", type=float, help="records per second, of all outboxes together")
+    parser.add_argument("--keys", type=int, help=f"on each topic; {_KEYS} by default, {_KEYS_OF_THE_ILL} in deck one")
     parser.add_argument("--least-faults", type=int, default=0, help="go on until so many faults were done")
     parser.add_argument("--late-requests", type=int, default=0, help="go on until so many have arrived late")
     parser.add_argument("--least-records", type=int, default=0, help="go on until so many have been delivered")
     parser.add_argument("--brokers", type=int, choices=[1, 3], default=1)
     parser.add_argument("--deck", choices=DECKS, default="all", help="which faults: see tests/chaos/schedule.py")
+    parser.add_argument("--longest-illness", type=float, default=LONGEST_ILLNESS_SECONDS, help="seconds, in deck one")
     parser.add_argument("--breach", choices=list(BREACHES), default="", help="a rule that harvesters break")
     parser.add_argument("--hostile", action="store_true", help="hostile rows are written all the time")
     parser.add_argument(
@@ -35,6 +39,9 @@ def main() -> int:
     )
     parser.add_argument("--directory", type=Path, default=None, help="for the report, journals and logs")
     options = parser.parse_args()
+    one_is_ill = options.deck == "one"
+    outboxes = options.outboxes or (_OUTBOXES_OF_THE_ILL if one_is_ill else _OUTBOXES)
+    rate = options.rate or (_RATE_OF_THE_ILL if one_is_ill else _RATE)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or its services would outlive it
     seed = options.seed if options.seed is not None else new_seed()
     directory = options.directory or Path(f"/tmp/chaos/{options.mode}-{time.strftime('%H%M%S')}-{seed}")  # noqa: S108
@@ -42,20 +49,21 @@ def main() -> int:
     mixed = options.mode == "exactly-once" and options.deck in {"faults", "all"}
     leading = "always" if options.two_leaders else "mixed" if mixed else "elected"
     with (
-        Services(options.brokers) as services,
+        Services(options.brokers, sides=CREW * outboxes if one_is_ill else SIDES) as services,
         ChaosRun(
             services,
             delivery=options.mode,
             seed=seed,
-            outboxes=options.outboxes,
-            records_per_second=options.rate,
-            keys=options.keys,
+            outboxes=outboxes,
+            records_per_second=rate,
+            keys=options.keys or (_KEYS_OF_THE_ILL if one_is_ill else _KEYS),
             directory=directory,
             leading=leading,
             limits={"mark_query_records": 25} if options.two_leaders else None,  # many small transactions
             deck=options.deck,
             breach=options.breach,
             hostile=options.hostile,
+            longest_illness=options.longest_illness,
             say=_say,
         ) as chaos,
     ):

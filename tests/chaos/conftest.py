@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 
+from tests.chaos.ill import CREW
 from tests.chaos.run import ChaosRun, new_seed
 from tests.chaos.services import Services
 
@@ -12,14 +13,14 @@ from tests.chaos.services import Services
 @pytest.fixture(scope="session")
 def services():
     """Yield Postgres and Kafka of the chaos suite, for one run at a time; both are running at the end of each."""
-    with Services() as services:
+    with Services(sides=CREW) as services:
         yield services
 
 
 @pytest.fixture
 def three_brokers(cluster):
     """Yield Postgres, and the session's three brokers behind proxies."""
-    with Services(cluster=cluster) as services:
+    with Services(cluster=cluster, sides=CREW) as services:
         yield services
 
 

@@ -129,18 +129,21 @@ class _Bursts:
         while not self._stopping.wait(generator.uniform(0.2, 1.8) * _BURST_EVERY_SECONDS):
             owed += (time.monotonic() - paid_at) * self._mean / _BURST_EVERY_SECONDS
             paid_at = time.monotonic()
-            count = min(owed, 8 * self._mean)
+            if owed <= 0:  # the last one was larger than what was owed
+                continue
             try:
-                self._burst(count)
+                owed -= self._burst(min(owed, 8 * self._mean))
             except psycopg.Error:  # the server is away; the commit may have happened or not
                 continue
-            owed -= count
 
-    def _burst(self, count: float) -> None:
+    def _burst(self, least: float) -> int:
+        """Write at least so many records, and return how many they are."""
+        written = 0
         with psycopg.connect(self._dsn) as connection:
             connection.execute(f"LOCK TABLE {self._counters} IN EXCLUSIVE MODE")  # or row locks would make deadlocks
-            while count > 0:
-                count -= connection.execute(self._burst_sql).rowcount
+            while written < least:
+                written += connection.execute(self._burst_sql).rowcount
+        return written
 
 
 def main() -> None:

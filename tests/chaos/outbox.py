@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from confluent_kafka import KafkaException, Producer
 from devstack.cluster import TRANSACTION_STATE, ProxyGroup
 from devstack.errors import DevstackError
 from devstack.frame_proxy import Api, Match
+from devstack.links import LinkFault, Links, faulty
 from devstack.processes import wait_until
 from devstack.proxy import TcpProxy
 from outbox_core.config import HarvestConfig
@@ -25,7 +26,7 @@ from tests.chaos.failpoints import ArmedFailpoint
 from tests.chaos.late import LATE_KINDS, LateArrival, LateKind, Net, caught_in, deliver, of_clients, of_transactions
 from tests.chaos.process import HarvesterProcess
 from tests.chaos.schedule import Fault
-from tests.chaos.services import SIDES, Services
+from tests.chaos.services import Services
 from tests.chaos.worker import WorkerSettings
 
 TRANSACTION_SECONDS = 2.0
@@ -72,13 +73,13 @@ class Missed(Exception):
 
 @dataclass
 class Crew:
-    """The harvesters of one outbox: one on each side, and extra ones that believe to lead, too."""
+    """The harvesters of one outbox: a member for each of its links, and extra ones that believe to lead, too."""
 
-    members: list[HarvesterProcess | None] = field(default_factory=lambda: [None] * SIDES)
+    members: list[HarvesterProcess | None]
+    committed: list[int]
     extras: list[HarvesterProcess] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     started: int = 0
-    committed: list[int] = field(default_factory=lambda: [0] * SIDES)
 
 
 class ChaosOutbox:
@@ -88,9 +89,11 @@ class ChaosOutbox:
         services: database and broker.
         directory: for journals and logs.
         name: of the outbox; its table is called like it, and its topics begin with it.
+        links: of each harvester; as many are kept running.
         delivery: the harvesters' mode.
         always_leads: whether all of its harvesters always believe to lead.
-        limits: those that differ from the quick ones of the suite.
+        as_shipped: whether its harvesters have the product's own limits, and no failpoints.
+        limits: those that differ from the product's own, or else from the quick ones of the suite.
         breach: a rule that its harvesters break (`tests.chaos.worker.BREACHES`), '' for none.
     """
 
@@ -99,9 +102,11 @@ class ChaosOutbox:
         services: Services,
         directory: Path,
         name: str,
+        links: Sequence[Links],
         *,
         delivery: str,
         always_leads: bool = False,
+        as_shipped: bool = False,
         limits: dict[str, Any] | None = None,
         breach: str = "",
     ) -> None:
@@ -113,23 +118,25 @@ class ChaosOutbox:
         self._services = services
         self._directory = directory
         self._always_leads = always_leads
+        self._as_shipped = as_shipped
         for_cluster = _CLUSTER_LIMITS if services.has_cluster else {}
-        self._limits = {**_LIMITS, **for_cluster, **(limits or {})}
-        self._databases = services.database_proxies()
-        self._crew = Crew()
-        for proxy in self._databases:
-            proxy.start()
+        self._limits = {**({} if as_shipped else _LIMITS | for_cluster), **(limits or {})}
+        for_cluster = _CLUSTER_KAFKA if services.has_cluster else _KAFKA
+        self._kafka = {} if as_shipped else for_cluster
+        self.links = links
+        self._crew = Crew([None] * len(links), [0] * len(links))
+        for link in links:
+            link.database.start()
 
     # -- the crew
 
     def start(self) -> None:
-        """Start a harvester on each side."""
+        """Start all harvesters."""
         self.ensure()
 
     def ensure(self) -> None:
         """Replace the dead harvesters, as a supervisor would."""
-        for side in range(SIDES):
-            process = self._crew.members[side]
+        for side, process in enumerate(self._crew.members):
             if process is None or not process.is_running:
                 if process is not None:
                     self._bury(process, side)
@@ -161,6 +168,21 @@ class ChaosOutbox:
             raise Missed("nobody leads")
         return random.choice(found) if self._always_leads else found[-1]
 
+    @property
+    def members(self) -> list[HarvesterProcess | None]:
+        """Return the harvester behind each of the links, running or not."""
+        return self._crew.members
+
+    @property
+    def config(self) -> HarvestConfig:
+        """Return the settings that harvesters take from the product's defaults."""
+        return HarvestConfig(base_kafka_config={})
+
+    @property
+    def identity(self) -> str:
+        """Return the name of the outbox in Kafka."""
+        return f"postgres.public.{self.name}"
+
     def running(self) -> list[HarvesterProcess]:
         """Return the living members of the crew, each with its journal read up to now."""
         members = [process for process in self._crew.members if process is not None and process.is_running]
@@ -181,8 +203,8 @@ class ChaosOutbox:
         for process in (*self._crew.members, *self._crew.extras):
             if process is not None and process.is_running:
                 process.kill()
-        for proxy in self._databases:
-            proxy.stop()
+        for link in self.links:
+            link.database.stop()
 
     @property
     def failures(self) -> list[str]:
@@ -210,14 +232,15 @@ class ChaosOutbox:
         name = f"{self.name}-{self._crew.started}"
         settings = WorkerSettings(
             name=name,
-            dsn=self._services.through(self._databases[side]),
-            bootstrap=self._services.brokers[side].bootstrap,
+            dsn=self._services.through(self.links[side].database),
+            bootstrap=self.links[side].brokers.bootstrap,
             table=self.name,
             journal=str(self._directory / f"{name}.jsonl"),
             delivery=self.delivery,
             always_leads=self._always_leads if always_leads is None else always_leads,
-            kafka=_CLUSTER_KAFKA if self._services.has_cluster else _KAFKA,
+            kafka=self._kafka,
             limits=self._limits,
+            traps=not self._as_shipped,
             breach=self._breach,
         )
         return HarvesterProcess(settings, self._directory / f"{name}.log")
@@ -281,7 +304,7 @@ class ChaosOutbox:
 
     @property
     def _names(self) -> TrackingNames:
-        return HarvestConfig(base_kafka_config={}).tracking_names(f"postgres.public.{self.name}")
+        return self.config.tracking_names(self.identity)
 
     def _late(self, kind: LateKind, fault: Fault) -> Hit:
         """Catch a request of this outbox's leader, and deliver it when later transactions are open."""
@@ -365,7 +388,7 @@ class ChaosOutbox:
         side = self._crew.members.index(leader)
         broker, topic, partition = self._broker_of(fault, coordinator=coordinator)
         at, seconds = time.time(), 0.2 + 5 * fault.share
-        cut_off(self._services.brokers[side].of[broker], how, seconds)
+        cut_off(self.links[side].brokers.of[broker], how, seconds)
         return Hit(f"{topic}[{partition}]: broker {broker} from side {side} for {seconds:.1f} s", at)
 
     def _hold(self, then: str, fault: Fault, *, records: bool) -> Hit:
@@ -454,12 +477,12 @@ class ChaosOutbox:
         leader, at = self.leader(), time.time()
         side = self._crew.members.index(leader)
         seconds = 0.2 + 4 * fault.share
-        cut_off(self._databases[side], how, seconds)
+        cut_off(self.links[side].database, how, seconds)
         return Hit(f"{leader.name} for {seconds:.1f} s", at)
 
     def _two_leaders(self, fault: Fault) -> Hit:
         """Start another process that believes to lead, for some seconds; then kill or stop it."""
-        pretender = self._new_process(self._crew.started % SIDES, always_leads=True)
+        pretender = self._new_process(self._crew.started % len(self.links), always_leads=True)
         self._crew.extras.append(pretender)
 
         def works() -> bool:
@@ -529,17 +552,9 @@ def cut_off(proxy: TcpProxy | ProxyGroup, how: str, seconds: float) -> None:
             in the end breaks the connections; `reset`, connections break at once and new ones are refused.
         seconds: for how long.
     """
-    if how == "reset":
-        proxy.reset()
+    fault = LinkFault.REFUSE if how == "reset" else LinkFault.HOLE
+    with faulty([proxy], fault, drop=how == "drop"):
         time.sleep(seconds)
-        proxy.resume()
-        return
-    proxy.cut(drop=how == "drop")
-    time.sleep(seconds)
-    if how == "drop":
-        proxy.reset()
-    proxy.restore()
-    proxy.resume()
 
 
 def _delay(step: str, fault: Fault) -> float:

@@ -95,6 +95,10 @@ class HarvesterProcess:
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
+    def print_stacks(self) -> None:
+        """Let it print the stacks of its threads to its log."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def terminate(self) -> None:
         """Send SIGTERM once it is handled, and wait for a good end."""
         wait_until(lambda: not self.is_running or self._catches_sigterm(), timeout=_START_SECONDS)

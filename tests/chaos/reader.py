@@ -53,6 +53,7 @@ class Reader:
         bootstrap: the broker, undisturbed.
         topics: the topics, each with the name of the outbox that feeds it.
         partitions: of each topic.
+        on_row: called on the reader's thread with the outbox and the id of each row that has arrived.
 
     Attributes:
         checker: the judge of the messages. Other threads may read only its counts.
@@ -61,7 +62,13 @@ class Reader:
         odd: number of records that are of hostile rows, not of the load.
     """
 
-    def __init__(self, bootstrap: str, topics: dict[str, str], partitions: int) -> None:
+    def __init__(
+        self,
+        bootstrap: str,
+        topics: dict[str, str],
+        partitions: int,
+        on_row: Callable[[str, int], None] = lambda _outbox, _row: None,
+    ) -> None:
         self.checker = Checker()
         self.pulses = {outbox: Pulse() for outbox in topics.values()}
         self.measuring = threading.Event()
@@ -69,6 +76,7 @@ class Reader:
         self.odd = 0
         self._bootstrap = bootstrap
         self._outboxes = topics
+        self._on_row = on_row
         self._places = [(topic, number) for topic in topics for number in range(partitions)]
         self._reached = dict.fromkeys(self._places, 0)
         self._stopping = threading.Event()
@@ -125,7 +133,10 @@ class Reader:
         place = message.topic(), message.partition()
         if error is None:
             if (message.value() or b"x")[:1].isdigit():
-                self.checker.see(_arrival(message))
+                arrival = _arrival(message)
+                self.checker.see(arrival)
+                if arrival.row is not None:
+                    self._on_row(self._outboxes[arrival.topic], arrival.row)
             else:
                 self.odd += 1
             self._reached[place] = message.offset() + 1

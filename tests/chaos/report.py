@@ -9,7 +9,7 @@ from typing import Any
 from tests.chaos.late import LateArrival
 
 _SHOWN = 40
-_FROZEN_KINDS = ("freeze-leader", "stop:")
+_FROZEN_KINDS = ("freeze-leader", "stop:", "process:freeze")
 _LATE_SECONDS = 15.0
 _BROKER_FORGOT = "ends of transactions forgotten by the broker (KAFKA-20734), which explain what follows or hide it"
 DRAIN_SECONDS = 30.0
@@ -30,6 +30,8 @@ class Happened:
         recovered: seconds from the fault's beginning to the next record produced after it that was read; None if none
             came in time.
         late: the fate of a late request.
+        waited: the longest wait of a row from the fault's beginning until nothing waited, in seconds; None where nobody
+            looked.
     """
 
     at: float
@@ -40,6 +42,7 @@ class Happened:
     what: str
     recovered: float | None
     late: LateArrival | None = None
+    waited: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -54,6 +57,7 @@ class Report:
         odd: records of hostile rows that were published.
         forgotten_ends: times that a broker did not tell the partitions of a transaction how it ended (KAFKA-20734).
         hostile: counts of hostile rows, by the database's answer to them.
+        long_waits: rows that waited too long while only one harvester was ill.
         setting: of the run, for readers of the report.
     """
 
@@ -84,6 +88,7 @@ class Report:
     odd: int = 0
     forgotten_ends: int = 0
     hostile: dict[str, int] = field(default_factory=dict)
+    long_waits: list[str] = field(default_factory=list)
     setting: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -108,6 +113,7 @@ class Report:
             "rows left in the outbox": self.left_in_outbox,
             "harvesters that ended by themselves": len(self.failures),
             "partitions not read to their end": len(self.unread),
+            "times that a row waited too long": len(self.long_waits),
         }
         if self.drained is not None and self.drained > DRAIN_SECONDS:
             found[f"seconds until nothing waited, more than {DRAIN_SECONDS:.0f}"] = round(self.drained)
@@ -145,13 +151,17 @@ class Report:
             f"reordered {self.reordered}, strangers {self.strangers}, mislabelled {self.mislabelled}, "
             f"after a freeze {self.excused}\n"
             f"late requests {len(self.late)}, of them ends of transactions {self._ends_of_transactions()}\n"
-            f"longest pause {self.longest_pause:.1f} s; nothing waiting {self._drained()}; "
+            f"longest pause {self.longest_pause:.1f} s{self._longest_wait()}; nothing waiting {self._drained()}; "
             + ("clean" if not self.problems else "NOT CLEAN: " + "; ".join(self.problems))
         )
 
     def _ends_of_transactions(self) -> str:
         ends = [arrival for arrival in self.late if arrival.request.startswith("END_TXN")]
         return f"{len(ends)} ({sum(arrival.code == 0 for arrival in ends)} took effect)"
+
+    def _longest_wait(self) -> str:
+        waits = [fault.waited for fault in self.faults if fault.waited is not None]
+        return f", longest wait of a row {max(waits):.0f} s" if waits else ""
 
     def _drained(self) -> str:
         return "?" if self.drained is None else f"{self.drained:.1f} s after the last fault"
@@ -166,23 +176,31 @@ class Report:
         ]
         return lines if codes else []
 
+    def fault_table(self) -> list[str]:
+        """Tabulate the faults by their kind and their effect on the flow of records."""
+        by_kind = defaultdict(list)
+        for fault in self.faults:
+            by_kind[fault.kind].append(fault)
+        lines = ["| Fault | Times | Next record after, median s | at most s | Longest wait of a row, s |"]
+        lines += ["|---|---|---|---|---|"]
+        for kind, faults in sorted(by_kind.items()):
+            times = sorted(fault.recovered for fault in faults if fault.recovered is not None)
+            shown = f"{times[len(times) // 2]:.1f} | {times[-1]:.1f}" if times else "- | -"
+            waits = [fault.waited for fault in faults if fault.waited is not None]
+            lines.append(f"| {kind} | {len(faults)} | {shown} | {f'{max(waits):.0f}' if waits else '-'} |")
+        return lines
+
     def markdown(self) -> str:
         """Return the whole report as Markdown."""
-        recoveries = defaultdict(list)
-        for fault in self.faults:
-            recoveries[fault.kind].append(fault.recovered)
         lines = ["# Chaos run", "", *(f"- {line}" for line in self.summary().splitlines()), ""]
-        lines += ["| Fault | Times | Next record after, median s | at most s |", "|---|---|---|---|"]
-        for kind in sorted(recoveries):
-            times = sorted(seconds for seconds in recoveries[kind] if seconds is not None)
-            shown = f"{times[len(times) // 2]:.1f} | {times[-1]:.1f}" if times else "- | -"
-            lines.append(f"| {kind} | {len(recoveries[kind])} | {shown} |")
+        lines += self.fault_table()
         lines += self.late_table()
         if self.hostile:
             lines += ["", f"Hostile rows: {self.hostile}; {self.odd} were published.", ""]
         lines += ["", f"Setting: {self.setting}"]
         for title, entries in (
             ("Violations", self.violations),
+            ("Rows that waited too long", self.long_waits),
             ("Harvesters that ended by themselves", self.failures),
             ("Not read to the end", self.unread),
             ("Planned and not done", self.missed),

@@ -13,12 +13,14 @@ from typing import Any, Self
 
 from devstack.processes import wait_until
 from tests.chaos.hostile import HostileWriter
+from tests.chaos.ill import CREW, make_ill, settle_roles
 from tests.chaos.load import LoadProcess, LoadSettings
 from tests.chaos.outbox import ChaosOutbox, Hit, Missed, cut_off
 from tests.chaos.reader import Reader
 from tests.chaos.report import Happened, Report, within_freeze
-from tests.chaos.schedule import Fault, Schedule
+from tests.chaos.schedule import LONGEST_ILLNESS_SECONDS, Fault, Schedule
 from tests.chaos.services import SIDES, Services
+from tests.chaos.waiting import Wait, Waiting
 
 PARTITIONS = 3
 _RECOVERY_SECONDS = 30.0
@@ -26,6 +28,7 @@ _BEGIN_SECONDS = 150.0  # eight processes start, on a busy machine
 _DRAIN_SECONDS = 120.0
 _PROGRESS_SECONDS = 10.0
 _SYNC_SECONDS = 90.0
+_CATCH_UP_SECONDS = 150.0
 _ATTEMPTS = 3
 
 Say = Callable[[str], None]
@@ -45,9 +48,10 @@ class ChaosRun:
         directory: for journals, logs and the report; a temporary one by default.
         leading: "elected"; "always" for harvesters that all believe to lead; "mixed" for one such outbox among others.
         limits: limits of the harvesters that differ from the suite's.
-        deck: of faults (`tests.chaos.schedule`).
+        deck: of faults (`tests.chaos.schedule`); for `one` the services have `sides_of` their own for each outbox.
         breach: a rule that the harvesters break (`tests.chaos.worker.BREACHES`), '' for none.
         hostile: whether a role with INSERT alone writes hostile rows all the time.
+        longest_illness: seconds, in the deck `one`.
         say: called with a line of progress.
     """
 
@@ -67,6 +71,7 @@ class ChaosRun:
         deck: str = "faults",
         breach: str = "",
         hostile: bool = False,
+        longest_illness: float = LONGEST_ILLNESS_SECONDS,
         say: Say = lambda _: None,
     ) -> None:
         self.services = services
@@ -75,7 +80,8 @@ class ChaosRun:
         self._seed = seed
         self._directory = directory or Path(tempfile.mkdtemp(prefix="chaos-"))
         self._directory.mkdir(parents=True, exist_ok=True)
-        self.schedule = Schedule(seed, delivery, outboxes, deck, len(services.brokers[0].of))
+        self.schedule = Schedule(seed, delivery, outboxes, deck, len(services.brokers[0].of), longest_illness)
+        self._one_is_ill = deck == "one"
         self._breach = breach
         self._is_hostile = hostile
         self._hostile: list[HostileWriter] = []
@@ -93,6 +99,9 @@ class ChaosRun:
         self._began_at = 0.0
         self._forgotten_before = 0
         self._reported = 0
+        self._long_waits: list[str] = []
+        self._ill: dict[str, str] = {}
+        self._waiting: Waiting | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as opening:
@@ -118,7 +127,13 @@ class ChaosRun:
                     opening.enter_context(HostileWriter(dsn, one.name, one.topics, constrained=bool(number % 2)))
                     for number, one in enumerate(self.outboxes)
                 ]
-            self.reader = Reader(self.services.kafka.bootstrap, topics, PARTITIONS)
+            on_row: dict[str, Any] = {}
+            if self._one_is_ill:
+                names = [outbox.name for outbox in self.outboxes]
+                self._waiting = Waiting(self.services.postgres.dsn, names, self._note_long_wait)
+                opening.callback(self._waiting.stop)
+                on_row = {"on_row": self._waiting.see}
+            self.reader = Reader(self.services.kafka.bootstrap, topics, PARTITIONS, **on_row)
             opening.callback(self.reader.stop)
             self._open = opening.pop_all()
         return self
@@ -131,8 +146,10 @@ class ChaosRun:
             self.services,
             self._directory,
             f"{self._name}{number}",
+            self.services.links(sides_of(number) if self._one_is_ill else range(SIDES)),
             delivery=self._delivery,
             always_leads=self._always_lead[number],
+            as_shipped=self._one_is_ill,
             limits=self._limits,
             breach=self._breach,
         )
@@ -187,6 +204,8 @@ class ChaosRun:
         for outbox in self.outboxes:
             if self.reader.wait_for_delivery(outbox.name, 0.0, _BEGIN_SECONDS) is None:
                 raise AssertionError(f"{outbox.name} does not begin to deliver")
+        if self._waiting is not None:
+            self._watch(self._waiting)
         self.reader.measuring.set()
         self._began, self._began_at = time.monotonic(), time.time()
         telling = threading.Thread(target=self._tell_progress, daemon=True)
@@ -198,10 +217,32 @@ class ChaosRun:
             self.reader.measuring.clear()
             telling.join()
 
+    def _watch(self, waiting: Waiting) -> None:
+        """Begin to observe, once all harvesters have joined and each broker has its part."""
+        for number, outbox in enumerate(self.outboxes):
+            if self.services.has_cluster:
+                settle_roles(self.services, outbox, number)
+        waiting.start()
+        for outbox in self.outboxes:
+            if not waiting.catch_up(outbox.name, _BEGIN_SECONDS):
+                raise AssertionError(f"{outbox.name} does not catch up with its load")
+
+    def suffer(self, outbox: ChaosOutbox, fault: Fault) -> Happened:
+        """Do one fault, within `under_load`, and return it.
+
+        Raises:
+            AssertionError: if it could not be done.
+        """
+        if not self._do(outbox, fault):
+            raise AssertionError(self._missed[-1])
+        return self._happened[-1]
+
     def settle(self, seconds: float) -> Report:
         """End the load, let the outboxes run empty, stop the harvesters, read to the end and return the report."""
         if self._errors:
             raise self._errors[0]
+        if self._waiting is not None:
+            self._waiting.stop()
         self.load.stop()
         for writer in self._hostile:
             writer.stop()
@@ -255,7 +296,14 @@ class ChaosRun:
     def _do(self, outbox: ChaosOutbox | None, fault: Fault) -> bool:
         """Do a fault, and wait until records come in again; return False if it could not be done."""
         try:
-            hit = outbox.suffer(fault) if outbox is not None else self._disturb_services(fault)
+            if outbox is None:
+                hit = self._disturb_services(fault)
+            elif self._one_is_ill:
+                self._ill[outbox.name] = f"{fault.kind} from {time.strftime('%H:%M:%S')} for {fault.seconds:.0f} s"
+                hit = make_ill(self.services, outbox, fault)
+                self._ill[outbox.name] += f", {hit.what}"
+            else:
+                hit = outbox.suffer(fault)
         except Missed as missed:
             self._missed.append(f"{outbox.name if outbox else 'services'} {fault.kind}: {missed}")
             return False
@@ -270,11 +318,35 @@ class ChaosRun:
                 where=outbox.name if outbox is not None else "services",
                 kind=fault.kind,
                 what=hit.what,
-                recovered=self._wait_for_recovery(outbox, hit.at),
+                # An illness is over by now, and its effect is told by the rows that waited.
+                recovered=None if self._one_is_ill else self._wait_for_recovery(outbox, hit.at),
                 late=hit.late,
+                waited=self._longest_wait(outbox, hit.at),
             )
         )
         return True
+
+    def _longest_wait(self, outbox: ChaosOutbox | None, since: float) -> float | None:
+        """Return the longest wait from a fault's beginning until nothing waits; None if nobody looks."""
+        if self._waiting is None or outbox is None:
+            return None
+        caught_up = self._waiting.catch_up(outbox.name, _CATCH_UP_SECONDS)
+        longest = self._waiting.longest(outbox.name, since).seconds
+        rest = "" if caught_up else f", and {_CATCH_UP_SECONDS:.0f} s after it rows wait"
+        self._say(f"        {outbox.name} {self._ill[outbox.name]}: a row waited for {longest:.0f} s{rest}")
+        return round(longest, 1)
+
+    def _note_long_wait(self, name: str, wait: Wait) -> None:
+        """Note that a row waits for too long, and let the harvesters print what they are doing."""
+        outbox = next(one for one in self.outboxes if one.name == name)
+        when = f"{time.strftime('%H:%M:%S', time.localtime(wait.at))} ({wait.at - self._began_at:.0f} s)"
+        last = self._ill.get(name, "none yet")
+        text = f"{when}: row {wait.row} of {name} has waited {wait.seconds:.0f} s; last fault: {last}"
+        self._long_waits.append(text)
+        self._say(f"        {text}")
+        for process in outbox.members:
+            if process is not None and process.is_running:
+                process.print_stacks()
 
     def _wait_for_recovery(self, outbox: ChaosOutbox | None, since: float) -> float | None:
         outboxes = [outbox] if outbox is not None else self.outboxes
@@ -384,6 +456,7 @@ class ChaosRun:
             left_in_outbox=left,
             odd=self.reader.odd,
             forgotten_ends=self.services.forgotten_ends() - self._forgotten_before,
+            long_waits=self._long_waits,
             hostile=dict(sum((writer.written for writer in self._hostile), Counter())),
             setting={
                 "deck": self.schedule.deck,
@@ -415,6 +488,11 @@ class ChaosRun:
             self._say(f"        {self._when(violation.sent_at)} {violation}")
         self._reported = len(violations)
         return len(violations)
+
+
+def sides_of(number: int) -> range:
+    """Return the sides of an outbox in the deck `one`, which it shares with no other."""
+    return range(CREW * number, CREW * (number + 1))
 
 
 def new_seed() -> int:

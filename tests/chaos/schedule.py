@@ -8,16 +8,19 @@ each kind comes once before any comes twice, so that a short run has seen all of
     brokers   faults that need three brokers: leaders and coordinators that move or are cut off alone, a broker that
               is killed or isolated from its controller, a min ISR that is lost
     all       all of these
+    one       one of an outbox's three harvesters, usually the leader, is ill for up to two minutes (`tests.chaos.ill`);
+              its links fail, or it stands still or dies; the others and the services are well
 """
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
+from devstack.links import LinkFault
 from tests.chaos.failpoints import AT_LEAST_ONCE_STEPS, EXACTLY_ONCE_STEPS
 
-DECKS = ("faults", "late", "brokers", "all")
+DECKS = ("faults", "late", "brokers", "all", "one")
 _CUTS = ("hold", "drop", "reset")
 # Bytes that a black hole has held back arrive late once it forwards again, also from a process deposed long before:
 # at-least-once delivery cannot exclude that (design, section 5), so there a cut loses the bytes.
@@ -27,6 +30,8 @@ _LATE_IN_TRANSACTIONS = ("late:produce", "late:add-partitions", "late:init-produ
 _LATE_READS = ("late:fetch", "late:list-offsets")
 _SHORTEST_GAP, _LONGEST_GAP = 0.1, 1.5
 _SHARED_GAPS = (2.0, 8.0)
+_GAPS_OF_THE_ILL = (2.0, 15.0)
+SHORTEST_ILLNESS_SECONDS, LONGEST_ILLNESS_SECONDS = 10.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -38,15 +43,19 @@ class Fault:
         gap: seconds to wait before it, counted from the end of the last fault.
         count: for failpoints: the number of the visit of the step.
         share: a number from 0 to 1 that decides a duration or a delay, as the kind needs it.
+        seconds: for the deck `one`: its duration.
     """
 
     kind: str
     gap: float
     count: int
     share: float
+    seconds: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.kind} (gap {self.gap:.2f}, count {self.count}, share {self.share:.3f})"
+        return (
+            f"{self.kind} (gap {self.gap:.2f}, count {self.count}, share {self.share:.3f}, {self.seconds:.0f} seconds)"
+        )
 
 
 def outbox_kinds(delivery: str, deck: str = "faults", brokers: int = 1) -> list[str]:
@@ -66,7 +75,18 @@ def outbox_kinds(delivery: str, deck: str = "faults", brokers: int = 1) -> list[
         roles = ("leader", "coordinator") if exactly_once else ("leader",)
         kinds += [f"move-{role}" for role in roles]
         kinds += [f"cut-{role}:{how}" for role in roles for how in _cuts(delivery)]
+    if deck == "one":
+        kinds += [f"link:{to} {how}" for to in _links_to(delivery, brokers) for how in LinkFault]
+        kinds += ["backends:those", "backends:all", "process:freeze", "process:kill", "process:restart"]
     return kinds
+
+
+def _links_to(delivery: str, brokers: int) -> list[str]:
+    """List the links that can fail alone: to the database, to all brokers, to the one that has a part to play."""
+    alone = ["leader-topic", "group", "data"] if brokers > 1 else []
+    if alone and delivery == "exactly-once":
+        alone.append("transactions")
+    return ["database", "brokers", *alone]
 
 
 def shared_kinds(delivery: str, deck: str = "faults", brokers: int = 1) -> list[str]:
@@ -93,6 +113,7 @@ class Schedule:
         outboxes: number of outboxes.
         deck: the deck.
         brokers: 1 or 3.
+        longest_illness: seconds, in the deck `one`.
     """
 
     seed: int
@@ -100,6 +121,7 @@ class Schedule:
     outboxes: int
     deck: str = "faults"
     brokers: int = 1
+    longest_illness: float = LONGEST_ILLNESS_SECONDS
 
     def kinds(self) -> set[str]:
         """Return every kind that comes."""
@@ -119,7 +141,14 @@ class Schedule:
             deck = random.Random(f"{self.seed}/{deal}").sample(kinds, len(kinds))
             generator = random.Random(f"{self.seed}/{deal}/{number}")
             for kind in deck[number :: self.outboxes]:
-                yield _fault(kind, generator, (_SHORTEST_GAP, _LONGEST_GAP))
+                if self.deck == "one":
+                    yield self._illness(kind, generator)
+                else:
+                    yield _fault(kind, generator, (_SHORTEST_GAP, _LONGEST_GAP))
+
+    def _illness(self, kind: str, generator: random.Random) -> Fault:
+        seconds = generator.uniform(SHORTEST_ILLNESS_SECONDS, self.longest_illness)
+        return replace(_fault(kind, generator, _GAPS_OF_THE_ILL), seconds=seconds)
 
     def sizes(self) -> list[int]:
         """Return the number of faults that make one of each kind: for the services, then for each outbox."""

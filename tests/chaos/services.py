@@ -1,11 +1,13 @@
 """The services of a chaos run: Postgres and Kafka of its own, quick to notice faults, with proxies that cut them off.
 
-Every harvester is on one of two *sides*. Each side reaches the brokers, one or three, through proxies of its own, and
-every outbox reaches the database through one for each side.
+Every harvester is on a *side*, and has the links of that side: to the brokers, one or three, through the side's
+proxies, and to the database through a proxy for its outbox and side. By default there are two sides, which all outboxes
+share.
 """
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +17,7 @@ from devstack.cluster import KafkaCluster, ProxyGroup
 from devstack.errors import DevstackError
 from devstack.frame_proxy import FrameProxy
 from devstack.kafka import KafkaBroker
+from devstack.links import Links
 from devstack.ports import LOCALHOST
 from devstack.postgres import Postgres
 from devstack.proxy import TcpProxy
@@ -30,20 +33,22 @@ class Services:
 
     Args:
         brokers: 1 or 3.
-        cluster: three brokers that run already and belong to somebody else.
+        cluster: three brokers that run already, with as many sides, and belong to somebody else.
+        sides: number of sides.
     """
 
-    def __init__(self, brokers: int = 1, cluster: KafkaCluster | None = None) -> None:
+    def __init__(self, brokers: int = 1, cluster: KafkaCluster | None = None, *, sides: int = SIDES) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-chaos-"))
         self._directory.chmod(0o711)  # Postgres may run as another user
         self.postgres = Postgres(self._directory / "postgres")
         self._is_borrowed = cluster is not None
-        place, quick = self._directory / "kafka", {"extra_properties": QUICK}
+        self._sides = sides
+        place, options = self._directory / "kafka", {"extra_properties": QUICK, "sides": sides}
         self.kafka: KafkaBroker | KafkaCluster
         if cluster is not None or brokers > 1:
-            self.kafka = cluster or KafkaCluster(place, links=True, heap="448m", **quick)
+            self.kafka = cluster or KafkaCluster(place, links=True, heap="448m", **options)
         else:
-            self.kafka = KafkaBroker(place, heap="640m", small=True, **quick)
+            self.kafka = KafkaBroker(place, heap="640m", small=True, **options)
         self.brokers: list[ProxyGroup] = []
         self._open = ExitStack()
 
@@ -56,7 +61,7 @@ class Services:
             if not self._is_borrowed:
                 opening.callback(self.kafka.stop)
                 self.kafka.start()
-            self.brokers = [opening.enter_context(self._proxies(number + 1)) for number in range(SIDES)]
+            self.brokers = [opening.enter_context(self._proxies(number + 1)) for number in range(self._sides)]
             self._open = opening.pop_all()
         return self
 
@@ -87,7 +92,7 @@ class Services:
         return sum(log.read_text(errors="replace").count(_SKIPS) for log in logs)
 
     def frame_proxies(self) -> list[FrameProxy]:
-        """Return the frame proxies of both sides."""
+        """Return the frame proxies of all sides."""
         return [proxy for side in self.brokers for proxy in side.of.values()]
 
     def _proxies(self, number: int) -> ProxyGroup:
@@ -95,9 +100,9 @@ class Services:
             return self.kafka.proxied(number)
         return ProxyGroup({1: self.kafka.frame_proxied(number)})
 
-    def database_proxies(self) -> list[TcpProxy]:
-        """Return proxies of the database for one outbox, one for each side, not yet started."""
-        return [TcpProxy(LOCALHOST, self.postgres.port) for _ in range(SIDES)]
+    def links(self, sides: Sequence[int]) -> list[Links]:
+        """Return the links of an outbox's harvesters, on these sides; the ways to the database are not started yet."""
+        return [Links(self.brokers[side], TcpProxy(LOCALHOST, self.postgres.port)) for side in sides]
 
     def through(self, proxy: TcpProxy) -> str:
         """Return the database's URL through a proxy."""

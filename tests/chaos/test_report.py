@@ -32,6 +32,7 @@ def _late(request, end, code):
         {"drained": 30.5},
         {"failures": ["it ended"]},
         {"unread": ["t[0]"]},
+        {"long_waits": ["row 7 has waited 46 s"]},
     ],
     ids=str,
 )
@@ -54,6 +55,16 @@ def test_what_a_broker_has_forgotten_comes_first():
     assert "KAFKA-20734" in problems[0]
     assert not _report(forgotten_ends=2).problems
     assert len(_report(delivery="at-least-once", forgotten_ends=2, strangers=1).problems) == 1
+
+
+def test_the_longest_wait_of_each_kind_of_fault_is_shown():
+    """A report names the longest wait of a row beside each kind of fault, and that of the run."""
+    told = {"at": 0, "began_at": 0, "ended_at": 0, "where": "a", "what": "", "recovered": None}
+    hole = [Happened(kind="link:database hole", waited=waited, **told) for waited in (12.5, 31.2, 4.0)]
+    report = _report(faults=[*hole, Happened(kind="process:kill", **told)])
+    assert "longest wait of a row 31 s" in report.summary()
+    assert "| link:database hole | 3 | - | - | 31 |" in report.markdown()
+    assert "| process:kill | 1 | - | - | - |" in report.markdown()
 
 
 def test_late_requests_are_counted_by_what_they_did(tmp_path):

@@ -33,6 +33,23 @@ def test_every_kind_comes_before_any_comes_twice(delivery, deck):
     assert schedule.kinds() == {*kinds, *shared}
 
 
+def test_an_illness_lasts_for_as_long_as_was_asked():
+    """Each illness lasts for ten seconds to two minutes by default, or to a shorter time."""
+    for longest in (120, 40):
+        schedule = Schedule(1, "exactly-once", 1, "one", 3, longest)
+        seconds = [fault.seconds for fault in islice(schedule.of_outbox(0), 100)]
+        assert 10 <= min(seconds) < 15
+        assert longest - 10 < max(seconds) <= longest
+
+
+def test_at_least_once_has_no_coordinator_of_transactions_to_lose():
+    """A kind is not listed where it would disturb nobody."""
+    assert "link:transactions hole" in outbox_kinds("exactly-once", "one", 3)
+    assert "link:transactions hole" not in outbox_kinds("at-least-once", "one", 3)
+    alone = [kind for kind in outbox_kinds("exactly-once", "one") if kind.startswith("link:")]
+    assert {kind.split()[0] for kind in alone} == {"link:database", "link:brokers"}
+
+
 def test_half_of_the_late_requests_end_transactions():
     """Half of the late requests end transactions, as these do the most harm."""
     kinds = outbox_kinds("exactly-once", "late")

@@ -9,9 +9,10 @@ It runs the real `Harvester` and keeps a journal (`tests.acceptance.worker.Journ
     failed       {error}     the harvester ended by itself: exit code 1
 
 Its stdin arms failpoints (`tests.chaos.failpoints`), `off` disarms; at the end of stdin, when the test that started it
-is gone, the process ends itself.
+is gone, the process ends itself. At SIGUSR1 it prints the stacks of its threads.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -65,6 +66,7 @@ class WorkerSettings:
         always_leads: whether the elector lets it lead without an election.
         kafka: more librdkafka settings.
         limits: as in `HarvestConfig.limits`.
+        traps: whether it has failpoints; without them store and producer are those that the product makes.
         breach: a rule that it breaks, one of `BREACHES`; '' for none.
     """
 
@@ -77,6 +79,7 @@ class WorkerSettings:
     always_leads: bool = False
     kafka: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    traps: bool = True
     breach: str = ""
 
     @classmethod
@@ -147,14 +150,14 @@ class Worker:
             self._harvester.stop()
 
     def _make_harvester(self) -> Harvester:
-        config, trap = self._config, self._trap
+        config, trap, traps = self._config, self._trap, self._settings.traps
         at_least_once = config.delivery == "at-least-once"
         return Harvester(
             config,
             self._on_event,
             elector_factory=AlwaysLeads if self._settings.always_leads else None,
-            store_factory=(lambda: TrappedStore(trap, config)) if at_least_once else None,
-            producer_factory=lambda: TrappedProducer(trap, config),
+            store_factory=(lambda: TrappedStore(trap, config)) if traps and at_least_once else None,
+            producer_factory=(lambda: TrappedProducer(trap, config)) if traps else None,
             reached=self._reached,
         )
 
@@ -226,6 +229,7 @@ def commit_breach(name: str) -> None:
 
 def main() -> None:
     """Harvest until SIGTERM."""
+    faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = WorkerSettings.from_json(sys.argv[1])
     if settings.breach:

@@ -1,12 +1,14 @@
 """A cluster of three brokers with replication factor 3: its faults, and their effects on clients."""
 
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 
+from devstack.cluster import GROUP_STATE
 from devstack.frame_proxy import Api, Match
+from devstack.links import LinkFault, faulty
 from devstack.processes import wait_until
 from tests.kafka_reader import read_topic
 
@@ -122,6 +124,31 @@ def test_the_coordinator_alone_is_cut_off(cluster, sides, topic, topic_name):
     one.of[2].restore()
     producer.commit_transaction(30)
     assert _values(cluster, topic) == [b"kept"]
+
+
+def test_the_group_coordinator_moves_and_is_cut_off_alone(cluster, topic, topic_name):
+    """A group's coordinator moves to the broker that a test names; a process of three cannot reach it, two can."""
+    group = topic_name("group")
+    with ExitStack() as opening:
+        sides = [opening.enter_context(cluster.proxied(number)) for number in (1, 2, 3)]
+        target = cluster.coordinator_of(group, GROUP_STATE) % 3 + 1
+        cluster.move_coordinator(group, target, GROUP_STATE)
+        assert cluster.coordinator_of(group, GROUP_STATE) == target
+        cluster.move_leader(topic, 0, target % 3 + 1)
+        with faulty([sides[2].of[target]], LinkFault.HOLE):
+            asked = [_asks_coordinator(side.bootstrap, group, topic) for side in sides]
+        assert asked == [True, True, False]
+
+
+def _asks_coordinator(bootstrap, group, topic):
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": group, **_QUICK})
+    try:
+        consumer.committed([TopicPartition(topic, 0)], timeout=6)
+    except KafkaException:
+        return False
+    finally:
+        consumer.close()
+    return True
 
 
 def test_a_late_request_reaches_the_old_coordinator(cluster, sides, topic, topic_name):

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
@@ -16,8 +17,9 @@ from confluent_kafka import Consumer, KafkaException, Producer
 
 from devstack.embedded import EmbeddedBroker
 from devstack.frame_proxy import Api, Event, Match
+from devstack.links import LinkFault, faulty
 from devstack.postgres import Postgres
-from devstack.processes import command_line
+from devstack.processes import command_line, wait_until
 from devstack.proxy import TcpProxy
 from devstack.stack import DevStack
 from tests.kafka_reader import read_topic
@@ -235,6 +237,58 @@ def test_postgres_can_be_cut_off(postgres, database):
                 psycopg.connect(url, connect_timeout=2)
             proxy.restore()
             assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+@pytest.mark.parametrize("drop", [False, True], ids=["held", "lost"])
+def test_requests_pass_while_answers_do_not(postgres, database, drop):
+    """A statement takes effect whose answer does not come; it comes late, or its connection breaks."""
+    with TcpProxy("127.0.0.1", postgres.port) as proxy, ThreadPoolExecutor() as pool:
+        url = database.replace(f":{postgres.port}/", f":{proxy.port}/")
+        with psycopg.connect(url, autocommit=True) as connection, psycopg.connect(database, autocommit=True) as beside:
+            with faulty([proxy], LinkFault.ANSWERS_LOST, drop=drop):
+                made = pool.submit(connection.execute, "CREATE TABLE made ()")
+                assert wait_until(lambda: _exists(beside, "made"), timeout=20)
+                assert not made.done()
+            if drop:
+                with pytest.raises(psycopg.OperationalError):
+                    made.result(20)
+            else:
+                assert made.result(20)
+
+
+def test_answers_pass_while_requests_do_not(postgres, database):
+    """What a server says by itself arrives, while a statement does not reach it before the end of the fault."""
+    with TcpProxy("127.0.0.1", postgres.port) as proxy, ThreadPoolExecutor() as pool:
+        url = database.replace(f":{postgres.port}/", f":{proxy.port}/")
+        with (
+            psycopg.connect(url, autocommit=True) as listener,
+            psycopg.connect(url, autocommit=True) as connection,
+            psycopg.connect(database, autocommit=True) as beside,
+        ):
+            listener.execute("LISTEN news")
+            with faulty([proxy], LinkFault.REQUESTS_LOST):
+                made = pool.submit(connection.execute, "CREATE TABLE made ()")
+                beside.execute("NOTIFY news")
+                assert len(list(listener.notifies(timeout=20, stop_after=1))) == 1
+                assert not _exists(beside, "made")
+            assert made.result(20)
+            assert _exists(beside, "made")
+
+
+def test_a_slow_link_delays_what_passes(postgres, database):
+    """Each statement and its answer wait for as long as the link is slow, and arrive."""
+    with TcpProxy("127.0.0.1", postgres.port) as proxy:
+        url = database.replace(f":{postgres.port}/", f":{proxy.port}/")
+        with psycopg.connect(url, autocommit=True) as connection:
+            began = time.monotonic()
+            with faulty([proxy], LinkFault.SLOW, delay=0.4):
+                assert connection.execute("SELECT 1").fetchone() == (1,)
+            assert time.monotonic() - began >= 0.8
+            connection.execute("SELECT 1")
+
+
+def _exists(connection, table):
+    return connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table]).fetchone()[0]
 
 
 @pytest.mark.real_broker
