@@ -265,7 +265,7 @@ class GroupMember:
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         consumer.assign(partitions)
-        self._duty.assigned(partition.partition for partition in partitions)
+        self._duty.assigned((partition.partition for partition in partitions), consumer.memberid())
         # The client keeps paused what was paused in an earlier assignment, even if another member had it meanwhile.
         consumer.resume(partitions)
         self._is_paused = False

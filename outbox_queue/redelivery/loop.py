@@ -221,7 +221,7 @@ class TrackerLoop:
         self._forget(self._partitions.copy())
         for number in (partition.partition for partition in partitions):
             self._partitions[number] = TrackedPartition(number, self._ctx)
-        self._ctx.duty.assigned(self._partitions)
+        self._ctx.duty.assigned(self._partitions, consumer.memberid())
         self._was_assigned, self._outside_since = True, None
         self.is_caught_up = False
         _log.info("tracking marker partitions %s", sorted(self._partitions))
