@@ -29,6 +29,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
+from outbox_core.callbacks import log_once
 from outbox_core.election.leading import BackgroundTask
 from outbox_core.election.lease import Leadership, now
 from outbox_core.election.member import Member
@@ -239,8 +240,8 @@ class Neli:
         self._handling = True
         try:
             on_event(event)
-        except Exception:
-            logger.exception("%s: the handler of %s failed", self._config.name, type(event).__name__)
+        except Exception as error:
+            log_once(logger, f"the handler of {type(event).__name__} failed", error)
         finally:
             self._handling = False
 

@@ -256,7 +256,11 @@ class TransactionalProducer:
     def replace(self, give_up: GiveUp) -> Ended | None:
         """Replace the producer by a new one of the same transactional.id, in a new epoch."""
         self.discard()
-        self._producer = self._make()
+        self._must_replace = True
+        try:
+            self._producer = self._make()
+        except KafkaUnavailable as error:
+            return Ended(str(error))
         ended = self.init(give_up)
         self._must_replace = ended is not None
         return ended

@@ -105,6 +105,7 @@ class Term:
             if not self._leadership.marks_are_settled:  # no other marks meanwhile, and the search reads the whole table
                 recovery.refuse_marks()
                 self._leadership.marks_are_settled = True
+            self._ctx.has_begun.set()
             self._failures.read_holds()
         while ended is None and not over():
             ended = self._turn(producer)

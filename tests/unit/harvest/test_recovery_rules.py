@@ -154,6 +154,7 @@ def make(store):
             removal=SimpleNamespace(recovered=lambda: None),
             kafka=SimpleNamespace(failed=lambda _: None),
             wake=Event(),
+            has_begun=Event(),
         )
         recovery = Recovery(transactions, lambda: purger.hangs, ctx)
         recovery.purger = purger
