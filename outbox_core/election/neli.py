@@ -128,13 +128,6 @@ class Neli:
             if self._thread.ident is not None:
                 return
             width = ensure_leader_topic(self._config.kafka, self._config.topic)
-            if width > 1:
-                logger.warning(
-                    "leader topic %r has %d partitions: every process that joins or leaves may move leadership; "
-                    "give it one partition",
-                    self._config.topic,
-                    width,
-                )
             member = Member(self._config, width, self._notify, self._await_task)
             try:
                 member.join()

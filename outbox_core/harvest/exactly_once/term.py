@@ -253,7 +253,7 @@ class Term:
         self._count_in_flight(0)
         failures = self._failures
         if isinstance(outcome, Ended):
-            if not self._leadership.over():
+            if not (outcome.is_expiry or self._leadership.over()):
                 failures.ended(outcome, records)
             return outcome
         if isinstance(outcome, Committed):

@@ -34,6 +34,7 @@ of our own, sent after the fence, has come back.
 
 from __future__ import annotations
 
+import logging
 import random
 from uuid import UUID
 
@@ -45,6 +46,8 @@ from outbox_core.harvest.failures.failed_transactions import FailedTransactions
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.transactions import Ended
+
+_log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
 _FIRST_BACKOFF_SECONDS = 0.2
@@ -96,7 +99,10 @@ class ExactlyOnce:
                 ended = self._run(term)
                 if ended is None:
                     return
-                self._ctx.kafka.failed(ended.reason)
+                if ended.is_expiry:
+                    _log.info("%s; a new term begins", ended.reason)
+                else:
+                    self._ctx.kafka.failed(ended.reason)
                 backoff = _FIRST_BACKOFF_SECONDS if term.committed else min(_LONGEST_BACKOFF_SECONDS, backoff * 2)
                 self._wait_for_fresh_lease(random.uniform(0.5, 1.0) * backoff)  # noqa: S311  jitter
         finally:
