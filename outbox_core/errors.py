@@ -10,6 +10,8 @@ import inspect
 import logging
 
 __all__ = [
+    "ClientExhausted",
+    "ClientRefused",
     "DeadLetterTopicError",
     "GroupRefused",
     "InvalidConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "RowsRemain",
     "StoreSilent",
     "StoreUnavailable",
+    "TableUnusable",
     "TrackingTopicError",
     "TransactionRequired",
     "UnsafeConsumer",
@@ -111,6 +114,13 @@ class StoreSilent(StoreUnavailable):
     """The database did not answer within the time that the caller has; its connection was given up."""
 
 
+class TableUnusable(StoreUnavailable):
+    """The outbox table, or what belongs to it, cannot be used any more: it is away, was changed, or lacks a right.
+
+    It was in order when the harvester started, so that goes on when it is in order again.
+    """
+
+
 class RowsRemain(StoreUnavailable):
     """Published rows are still there after a DELETE, failed or not; publishing must wait, as they would be repeated."""
 
@@ -123,8 +133,21 @@ class KafkaUnavailable(OutboxError):
     """The Kafka cluster cannot be reached with the given settings."""
 
 
+class ClientRefused(InvalidConfig, KafkaUnavailable):
+    """A Kafka client could not be made from its settings.
+
+    Where a process starts they are wrong, and it ends. Later they have made a client before, and a file that they name
+    may be away for a moment, such as `ssl.ca.location` while secrets rotate: whoever retries KafkaUnavailable retries
+    this, too.
+    """
+
+
 class ProcessExhausted(OutboxError):
     """The process can open no more files or start no more threads."""
+
+
+class ClientExhausted(ProcessExhausted, KafkaUnavailable):
+    """A Kafka client could not be made, as the process can open no more files or start no more threads."""
 
 
 class LeaderTopicError(OutboxError):

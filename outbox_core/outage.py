@@ -1,9 +1,13 @@
-"""Logs of trouble: a line when it begins and one when it ends, however often it is retried in between."""
+"""Logs of trouble: a line when it begins, one for each new reason, and one when it ends, however often it is tried."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
+
+_MOST_REASONS = 5
+_DETAILS = re.compile(r"[0-9]+")  # durations, addresses, ids: they differ at each attempt
 
 
 class Outage:
@@ -18,22 +22,32 @@ class Outage:
         self._failed_at = 0.0
         self._succeeded_at = 0.0
         self._reason = ""
+        self._logged_reasons: set[str] = set()
         self._sufferers: set[object] = set()
 
-    def failed(self, error: object, sufferer: object = None) -> None:
-        """Note a failure; log it if it is the first, or if the last line is old.
+    def failed(self, error: object, sufferer: object = None, *, at: str = "") -> None:
+        """Note a failure; log it if it is the first, if it has another reason than before, or if the last line is old.
 
         The success of another user of the thing than the `sufferer`, over a connection of its own say, does not end it.
+        `at` is the place of the failure, which makes no other reason.
         """
         self._sufferers.add(sufferer)
         self._failed_at = time.monotonic()
-        self._reason = str(error)
+        self._reason = f"{at}: {error}" if at else str(error)
         if self._began_at is None:
-            self._began_at = self._logged_at = self._failed_at
-            self._log.warning("%s: %s; retrying", self._what, error)
-        elif self._again_seconds is not None and self._failed_at - self._logged_at >= self._again_seconds:
-            self._logged_at = self._failed_at
-            self._log.warning("%s: %s; retrying for %.0f s", self._what, error, self._failed_at - self._began_at)
+            self._began_at = self._failed_at
+            self._logged_reasons.clear()
+        elif not self._is_news(error):
+            return
+        self._logged_at = self._failed_at
+        self._logged_reasons.add(_kind(error))
+        lasts = self._failed_at - self._began_at
+        self._log.warning("%s: %s; retrying%s", self._what, self._reason, f" for {lasts:.0f} s" if lasts else "")
+
+    def _is_news(self, error: object) -> bool:
+        if self._again_seconds is not None and self._failed_at - self._logged_at >= self._again_seconds:
+            return True
+        return len(self._logged_reasons) < _MOST_REASONS and _kind(error) not in self._logged_reasons
 
     def recovered(self, sufferer: object = None) -> None:
         """End the outage, and log that, if there is one and no one else suffers from it."""
@@ -74,3 +88,7 @@ class Outage:
     def describe(self) -> str:
         """Return name, duration and reason in one line."""
         return f"{self._what}: away for {self.lasted_seconds:.0f} s ({self._reason})"
+
+
+def _kind(error: object) -> str:
+    return _DETAILS.sub("", str(error))

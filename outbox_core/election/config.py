@@ -171,6 +171,7 @@ class NeliConfig:
             "linger.ms": 0,
             "retries": 0,
             "enable.idempotence": False,
+            "allow.auto.create.topics": False,  # a topic that was deleted would come back with the brokers' defaults
             "message.timeout.ms": timeout,
             "request.timeout.ms": self._socket_timeout,
             # Brokers count a client's quota by its ID: records over it must not hold back heartbeats.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from outbox_core.election.lease import now
 from outbox_core.errors import GroupRefused, InvalidConfig, LeaderTopicError, OutboxError
 from outbox_core.kafka.clients import KafkaError, KafkaException, Producer
-from outbox_core.kafka.errors import TOPIC_FORBIDDEN, grant
+from outbox_core.kafka.errors import NO_SUCH_PARTITION, TOPIC_FORBIDDEN, grant
+from outbox_core.kafka.topics import ensure_leader_topic
 
 if TYPE_CHECKING:
     from outbox_core.election.config import NeliConfig
@@ -17,6 +19,7 @@ logger = logging.getLogger("outbox_core.election")
 
 _PROBE_SECONDS = 0.5
 _PROBE_INTERVAL_SECONDS = 1.0
+_SILENT_PROBES = 2
 
 
 class ConnectionLog:
@@ -27,8 +30,13 @@ class ConnectionLog:
         self._topic = config.topic
         # A probe holds up the heartbeats.
         self._probe_seconds = min(_PROBE_SECONDS, config.heartbeat_timeout.total_seconds() / 5)
+        self._config = config
+        self._suspicion = ""  # of the member's client, which counts brokers that it does not talk to as down
         self._is_lost = False
+        self._failed_probes = 0  # in a row
         self._probe_at = 0.0
+        self._width = 1  # of the leader topic, as far as the log tells
+        self._maker: threading.Thread | None = None  # of the leader topic
         self.answered_at = now()
         self.last_error = ""  # since the last answer
 
@@ -38,10 +46,7 @@ class ConnectionLog:
             if not self._is_lost:
                 self.last_error = error.str()
             return
-        if not self._is_lost:
-            self._is_lost = True
-            reason = self.last_error or error.str()
-            logger.warning("%s: no Kafka broker can be reached (%s); trying on", self._name, reason)
+        self._suspicion = error.str()
 
     def on_hindrance(self, reason: str) -> None:
         """Note an error that came instead of a message."""
@@ -50,23 +55,65 @@ class ConnectionLog:
             logger.warning("%s: leader election is hindered: %s; trying on", self._name, reason)
 
     def probe(self, producer: Producer, *, in_doubt: bool) -> None:
-        """Ask the cluster for metadata now and then while it is lost or `in_doubt`."""
-        if not (self._is_lost or in_doubt) or now() < self._probe_at:
+        """Ask the cluster for metadata now and then while it is suspected to be lost, or `in_doubt`."""
+        if not (self._suspicion or in_doubt) or now() < self._probe_at:
             return
         try:
             # Not the consumer: a broker answers it only after the fetch under way, which may take longer than a probe.
             found = producer.list_topics(self._topic, timeout=self._probe_seconds).topics[self._topic]
         except KafkaException as error:
             self.last_error = self.last_error or error.args[0].str()
+            self._on_silence()
         else:
             self.on_answer()
-            if self._is_lost:
-                logger.info("%s: Kafka is back", self._name)
-                self._is_lost = False
-                self.last_error = ""
-            if found.error is not None:
-                self.on_hindrance(f"leader topic {self._topic!r}: {found.error.str()}")
+            self._on_found(found.error, len(found.partitions))
         self._probe_at = now() + _PROBE_INTERVAL_SECONDS
+
+    def _on_silence(self) -> None:
+        self._failed_probes += 1
+        # One probe may have gone to the one broker that does not answer.
+        if self._suspicion and not self._is_lost and self._failed_probes >= _SILENT_PROBES:
+            self._is_lost = True
+            logger.warning("%s: no Kafka broker can be reached (%s); trying on", self._name, self.last_error)
+
+    def _on_found(self, error: KafkaError | None, partitions: int) -> None:
+        self._suspicion, self._failed_probes = "", 0
+        if self._is_lost:
+            logger.info("%s: Kafka is back", self._name)
+            self._is_lost = False
+            self.last_error = ""
+        if error is None:
+            self.on_width(partitions)
+            return
+        self.on_hindrance(f"leader topic {self._topic!r}: {error.str()}")
+        if error.code() in NO_SUCH_PARTITION:
+            self.on_missing_topic()
+
+    def on_missing_topic(self) -> None:
+        """Have the leader topic made anew, on a thread of its own: heartbeats must not wait for that.
+
+        Nobody else does, or the brokers do it by themselves, with more partitions.
+        """
+        if self._maker is None or not self._maker.is_alive():
+            self._maker = threading.Thread(target=self._make_topic, name=f"neli-{self._topic}-topic", daemon=True)
+            self._maker.start()
+
+    def _make_topic(self) -> None:
+        try:
+            ensure_leader_topic(self._config.kafka, self._topic)
+        except OutboxError as error:
+            self.on_hindrance(str(error))
+
+    def on_width(self, partitions: int) -> None:
+        """Note the leader topic's number of partitions, and warn of more than one."""
+        if partitions > self._width:
+            logger.warning(
+                "leader topic %r has %d partitions: every process that joins or leaves may move leadership; give it "
+                "one partition (if nothing else uses it, delete it: it is made anew, and a leader is elected anew)",
+                self._topic,
+                partitions,
+            )
+        self._width = max(1, partitions)
 
     def on_ok(self) -> None:
         """Note that the cluster did what it was asked."""

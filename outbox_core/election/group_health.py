@@ -14,6 +14,7 @@ from outbox_core.election.connection_log import ConnectionLog, why_refused
 from outbox_core.election.lease import now
 from outbox_core.election.messages import Heartbeat, Signal
 from outbox_core.errors import GroupRefused
+from outbox_core.kafka.errors import NO_SUCH_PARTITION
 
 if TYPE_CHECKING:
     from outbox_core.election.config import NeliConfig
@@ -108,6 +109,8 @@ class GroupHealth:
         """Note that Kafka has not taken a message of ours, and log a lasting refusal once."""
         if error.code() > 0:  # below, it is the client's own: no broker said it
             self._connection.on_answer()
+        if error.code() in NO_SUCH_PARTITION:
+            self._connection.on_missing_topic()
         if not self._refusal:
             self._refused_since = now()
         self._refusal = why_refused(error, self._config)

@@ -82,6 +82,7 @@ class Member:
         self._absence: Absence | None = None
         self._left_at = 0.0
         self._connection = ConnectionLog(config)
+        self._connection.on_width(width)
         self._health = GroupHealth(config, self._connection)
         self._predecessor = Predecessor(config.heartbeat_timeout.total_seconds())
         self._joined_at = 0  # the offset of the message that this member wrote first
@@ -357,6 +358,7 @@ class Member:
         consumer.incremental_assign([self._next(place) for place in mine] + others)
         if others:
             consumer.pause(others)
+            self._connection.on_width(1 + max(place.partition for place in partitions))
         if mine:
             logger.debug("%s owns %s[%d]", self._config.name, self._place.topic, self._place.partition)
             self._observer.pause()

@@ -35,6 +35,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Self
 
+from outbox_core.callbacks import log_once
 from outbox_core.election.leading import BackgroundTask
 from outbox_core.election.lease import Leadership, now
 from outbox_core.election.member import Member
@@ -163,13 +164,6 @@ class Neli:
             if self._thread.ident is not None:
                 return
             width = ensure_leader_topic(self._config.kafka, self._config.topic)
-            if width > 1:
-                logger.warning(
-                    "leader topic %r has %d partitions: every process that joins or leaves may move leadership; "
-                    "give it one partition",
-                    self._config.topic,
-                    width,
-                )
             member = Member(self._config, width, self._notify, self._await_task)
             try:
                 member.join()
@@ -277,8 +271,8 @@ class Neli:
         self._handling = True
         try:
             on_event(event)
-        except Exception:
-            logger.exception("%s: the handler of %s failed", self._config.name, type(event).__name__)
+        except Exception as error:
+            log_once(logger, f"the handler of {type(event).__name__} failed", error)
         finally:
             self._handling = False
 

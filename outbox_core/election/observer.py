@@ -50,17 +50,17 @@ class Observer:
         on_message: Callable[[Message], None],
         on_error: Callable[[KafkaError], None],
     ) -> None:
-        self._config = config
         self._place = place
         self._on_message = on_message
         self._on_error = on_error
-        self._consumer: Consumer | None = None  # made when first wanted: who leads at once never needs it
+        # Made now, as where this starts an error is seen; later it would hold up the elector's thread.
+        self._consumer: Consumer | None = make_consumer(config.consumer_settings())  # joins nothing
         self._is_reading = False
 
     def poll(self, first: int = OFFSET_END) -> None:
         """Report the next messages, if there are any: from the offset `first` on, after a pause."""
         if self._consumer is None:
-            self._consumer = make_consumer(self._config.consumer_settings())  # joins nothing
+            return
         if not self._is_reading:
             self._consumer.assign([TopicPartition(self._place.topic, self._place.partition, first)])
             self._is_reading = True

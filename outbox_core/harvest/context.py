@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event as ThreadEvent
 from typing import Self
 
 from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig
 from outbox_core.election.interface import LeaderElector
-from outbox_core.errors import RowsRemain, StoreUnavailable
+from outbox_core.errors import RowsRemain, StoreUnavailable, TableUnusable
 from outbox_core.events import Event, MeterRead
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.store_calls import StoreThread
@@ -20,7 +20,7 @@ from outbox_core.metrics import HarvestMetrics
 from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
 
-_LONGEST_REMOVAL_BACKOFF_SECONDS = 10.0
+_LONGEST_TABLE_BACKOFF_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,9 @@ class HarvestContext:
     send_window: SendWindow
     batches: BatchSizes
     removal: Outage
+    has_begun: ThreadEvent = field(default_factory=ThreadEvent)
+    """Set once a leadership of this process has found settings, rights and topics in order: what fails later may pass,
+    and ends nothing."""
 
     @property
     def outages(self) -> tuple[Outage, Outage, Outage]:
@@ -107,9 +110,13 @@ class HarvestContext:
     def note_outage(self, error: StoreUnavailable, thread: StoreThread) -> float:
         """Note that a statement failed; return the seconds until it may be repeated."""
         backoff = self.limits.io_error_backoff
-        if not isinstance(error, RowsRemain):
-            self.database.failed(error, thread)
+        if isinstance(error, RowsRemain):
+            outage = self.removal
+            outage.failed(error)
+        else:
+            outage = self.database
+            outage.failed(error, thread)
+        if not isinstance(error, RowsRemain | TableUnusable):
             return backoff
-        # A right is missing rather than the database: repeats need not be fast.
-        self.removal.failed(error)
-        return max(backoff, min(_LONGEST_REMOVAL_BACKOFF_SECONDS, self.removal.lasted_seconds / 4))
+        # A right or a table is missing rather than the database: repeats need not be fast.
+        return max(backoff, min(_LONGEST_TABLE_BACKOFF_SECONDS, outage.lasted_seconds / 4))

@@ -23,6 +23,7 @@ from typing import Self
 from uuid import UUID
 
 from outbox_core import commit_signal
+from outbox_core.callbacks import log_once
 from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig, redact
 from outbox_core.election.interface import ElectorFactory
@@ -344,8 +345,8 @@ class Harvester:
             return
         try:
             self._on_event(event)
-        except Exception:
-            _log.exception("the event handler failed on %s", type(event).__name__)
+        except Exception as error:
+            log_once(_log, f"the event handler failed on {type(event).__name__}", error)
 
     # -- the harvest thread
 

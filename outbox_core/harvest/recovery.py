@@ -51,7 +51,10 @@ class Recovery:
         self._is_strict = True  # exactly-once delivery obeys the tracking topic, so that must be ours alone
 
     def settle(self, producer: RecordProducer) -> Ended | None:
-        """Fence the last owner, settle its transaction, delete its published rows; the same for a relay's shards."""
+        """Fence the last owner, settle its transaction, delete its published rows; the same for a relay's shards.
+
+        Raises KafkaUnavailable, and TrackingTopicError for a topic that is not ours or lacks a right.
+        """
         try:  # the topic may have been deleted, and created anew by the broker
             ensure_tracking_topic(self._transactions.kafka, self._transactions.tracking_topic)
         except (KafkaUnavailable, TrackingTopicError) as error:
@@ -59,10 +62,7 @@ class Recovery:
         return self._settle(self._transactions, producer) or self._settle_shards()
 
     def _settle_shards(self) -> Ended | None:
-        try:
-            shards = self._transactions.relay_shards()
-        except KafkaUnavailable as error:
-            return Ended(str(error))
+        shards = self._transactions.relay_shards()
         return next(filter(None, map(self._settle_alone, shards)), None)
 
     def _settle(self, transactions: TransactionalIdentity, producer: RecordProducer) -> Ended | None:
@@ -149,8 +149,13 @@ class Recovery:
                     ended = self._settle_alone(self._transactions)
             except KafkaUnavailable as error:
                 ended = Ended(str(error))
+            except TrackingTopicError as error:
+                if not self._ctx.has_begun.is_set():
+                    raise
+                ended = Ended(str(error))
             if ended is None:
                 self._ctx.metrics.activity.duty.succeeded(BEGIN)
+                self._ctx.has_begun.set()
                 return
             self._ctx.kafka.failed(ended.reason)
             self._wait.back_off(backoff)

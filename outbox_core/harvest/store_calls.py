@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from outbox_core.election.lease import now
-from outbox_core.errors import StoreUnavailable, must
+from outbox_core.errors import OutboxTableError, StoreUnavailable, TableUnusable, must
 from outbox_core.harvest.steps import STATEMENT, Step
 from outbox_core.stores.interface import OutboxStore
 
@@ -27,7 +27,10 @@ _TICK_SECONDS = 0.05
 
 
 class StoreThread:
-    """A thread that runs calls on a store, one after the other, until `close`; `on_done` is called on it after each."""
+    """A thread that runs calls on a store, one after the other, until `close`; `on_done` is called on it after each.
+
+    An OutboxTableError is a TableUnusable here: what was wrong at the start would have ended the harvester then.
+    """
 
     def __init__(self, store: OutboxStore, name: str, on_done: Callable[[], None]) -> None:
         self._store = store
@@ -57,6 +60,13 @@ class StoreThread:
     def _carry_out(self, future: Future[Any], work: Callable[[OutboxStore], Any]) -> None:
         try:
             future.set_result(work(self._store))
+        except OutboxTableError as error:
+            # The table was checked before this thread was started. Nobody knows which one comes back, so whatever
+            # rests on the old one is in doubt.
+            unusable = TableUnusable(str(error), in_doubt=True)
+            unusable.__cause__ = error
+            future.set_exception(unusable)
+            del future
         except BaseException as error:
             future.set_exception(error)
             del future  # the error's traceback knows this frame: a cycle

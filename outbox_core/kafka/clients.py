@@ -2,6 +2,14 @@
 
 librdkafka's log lines go to the logger `outbox_core.kafka.clients` at DEBUG, as it repeats itself at every attempt to
 connect; the callers log each change of state once.
+
+**Every error of a factory is a KafkaUnavailable**, so whoever runs for long tries again: clients are made anew at each
+leadership, for each question to the cluster and after a fatal error, and what they need may be away for a moment (the
+endpoint of OAuth tokens, a file of certificates that is being replaced). What can be wrong with the settings themselves
+is a `ClientRefused`, which is an InvalidConfig, too: it ends a process that starts.
+
+**A callback of the user's ends no thread.** confluent_kafka raises its errors from `poll` and `flush`. Here they are
+logged, once for each kind.
 """
 
 from __future__ import annotations
@@ -9,7 +17,7 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -33,7 +41,8 @@ from confluent_kafka.admin._metadata import ClusterMetadata
 from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from outbox_core.errors import InvalidConfig, ProcessExhausted
+from outbox_core.callbacks import log_once
+from outbox_core.errors import ClientExhausted, ClientRefused, InvariantBroken, KafkaUnavailable
 
 __all__ = [
     "OFFSET_BEGINNING",
@@ -72,6 +81,11 @@ _NOTICE = 5  # of syslog's levels
 
 _LIKENESS = 0.8
 
+_OAUTH = "oauth_cb"
+_CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit", _OAUTH)
+_NO_TOKEN = frozenset({KafkaError.SASL_AUTHENTICATION_FAILED, KafkaError._AUTHENTICATION})  # noqa: SLF001
+"""Codes of a constructor that waited for a token in vain; a wrong password shows only when a client has connected."""
+
 _COMMON_PROPERTIES = """
     acks bootstrap.servers client.id compression.type delivery.timeout.ms enable.idempotence
     enable.ssl.certificate.verification linger.ms message.max.bytes partitioner reconnect.backoff.max.ms
@@ -97,7 +111,7 @@ class _DebugLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def make_producer(config: KafkaConfig) -> Producer:
-    """Make a producer, or raise InvalidConfig for a setting that librdkafka refuses."""
+    """Make a producer; raises KafkaUnavailable, as ClientRefused for what may be wrong in the settings."""
     producer: Producer = _make(Producer, config)
     return producer
 
@@ -116,38 +130,75 @@ def discard(producer: Producer) -> None:
 
 
 def make_consumer(config: KafkaConfig) -> Consumer:
-    """Make a consumer, or raise InvalidConfig for a setting that librdkafka refuses."""
+    """Make a consumer; raises as `make_producer` does."""
     consumer: Consumer = _make(Consumer, config)
     return consumer
 
 
 def make_admin(config: KafkaConfig) -> AdminClient:
-    """Make an admin client, or raise InvalidConfig for a setting that librdkafka refuses."""
+    """Make an admin client; raises as `make_producer` does."""
     admin: AdminClient = _make(AdminClient, config)
     return admin
 
 
 def _make(client: Any, config: KafkaConfig) -> Any:
     settings = dict(config)
-    settings.setdefault("logger", _DebugLogger(_client_log, {}))
+    guarded = {name: _Guarded(name, settings[name]) for name in _CALLBACKS if callable(settings.get(name))}
+    settings.update(guarded)
     # Informational: librdkafka recovers, and each caller sees its own failures.
     settings.setdefault("error_cb", lambda error: _client_log.debug("librdkafka: %s", error))
     if client is AdminClient:
         settings.setdefault("log_level", _NOTICE)  # below, it writes a line to stderr when it is closed
     try:
+        settings["logger"] = _GuardedLogger(settings.get("logger") or _DebugLogger(_client_log, {}))
         return client(settings)
     except KafkaException as error:
-        from outbox_core.config.redaction import without_values
+        token = guarded.get(_OAUTH)
+        raise _why_not_made(error.args[0], config, token.failure if token is not None else "") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ClientRefused(f"Kafka settings: {error}") from None
 
-        cause: KafkaError = error.args[0]
-        if cause.code() == KafkaError._CRIT_SYS_RESOURCE:  # noqa: SLF001  confluent's public constant
-            raise ProcessExhausted(
-                f"a Kafka client cannot be made: {cause.str()}; raise the process's limits"
-            ) from None
-        text = without_values(cause.str(), config)
-        raise InvalidConfig(f"Kafka settings: {text}{_suggestion(cause, config)}") from None
-    except (TypeError, ValueError) as error:
-        raise InvalidConfig(f"Kafka settings: {error}") from None
+
+def _why_not_made(cause: KafkaError, config: KafkaConfig, token_failure: str) -> KafkaUnavailable:
+    from outbox_core.config.redaction import redact, without_values
+
+    if cause.code() == KafkaError._CRIT_SYS_RESOURCE:  # noqa: SLF001  confluent's public constant
+        return ClientExhausted(f"a Kafka client cannot be made: {cause.str()}; raise the process's limits")
+    text = without_values(cause.str(), config)
+    if cause.code() in _NO_TOKEN:
+        why = f"; {_OAUTH} raised {redact(token_failure)}" if token_failure else ""
+        return KafkaUnavailable(f"cannot log in to Kafka: {text}{why}")
+    return ClientRefused(f"Kafka settings: {text}{_suggestion(cause, config)}")
+
+
+class _Guarded:
+    """A callback of the user's whose errors do not leave it, but for those by which the client knows: `oauth_cb`'s."""
+
+    def __init__(self, name: str, callback: Callable[..., Any]) -> None:
+        self.failure = ""  # of its last call, in one line
+        self._name = name
+        self._callback = callback
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            result = self._callback(*args)
+        except InvariantBroken:
+            raise
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            log_once(_client_log, f"the Kafka client's {self._name} failed", error)
+            if self._name == _OAUTH:
+                raise  # then the client knows that it has no token, and asks for one again
+            return None
+        self.failure = ""
+        return result
+
+
+class _GuardedLogger:
+    """A logger as the client uses it, whose errors do not leave it."""
+
+    def __init__(self, logger: Any) -> None:
+        self.log = _Guarded("logger", logger.log)
 
 
 def _suggestion(error: KafkaError, config: KafkaConfig) -> str:

@@ -256,9 +256,15 @@ class TopicLimits:
             admin.__exit__(None, None, None)
 
     def ask(self, topics: Collection[str]) -> dict[str, Future[int | None]]:
-        """Ask without waiting: the futures hold a limit, None if the broker shows none, or KafkaException."""
+        """Ask without waiting: the futures hold a limit, None if the broker shows none, or KafkaException.
+
+        There are none if no client can be made now.
+        """
         if self._admin is None:
-            self._admin = make_admin(self._config)
+            try:
+                self._admin = make_admin(self._config)
+            except KafkaUnavailable:  # without limits batches have the usual size
+                return {}
         resources = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
         answers = self._admin.describe_configs(resources, request_timeout=_ANSWER_SECONDS)
         return {resource.name: _limit_in(answer) for resource, answer in answers.items()}

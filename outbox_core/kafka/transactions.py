@@ -100,6 +100,7 @@ class Ended:
     reason: str
     cause: KafkaError | None = None  # of the abort that broke the producer, or of the manifest's refusal
     error: KafkaError | None = None  # any other error of Kafka
+    is_expiry: bool = False  # the brokers have forgotten an idle transactional.id: nothing is wrong, and nothing was sent
 
 
 Outcome = Committed | Aborted | Ended
@@ -259,7 +260,11 @@ class TransactionalProducer:
     def replace(self, give_up: GiveUp) -> Ended | None:
         """Replace the producer by a new one of the same transactional.id, in a new epoch."""
         self.discard()
-        self._producer = self._make()
+        self._must_replace = True
+        try:
+            self._producer = self._make()
+        except KafkaUnavailable as error:
+            return Ended(str(error))
         ended = self.init(give_up)
         self._must_replace = ended is not None
         return ended
@@ -391,12 +396,21 @@ class TransactionalProducer:
             except KafkaException as error:
                 return Ended(f"the abort failed: {error.args[0].str()}", cause)
         if self._is_torn(cause):
-            return Ended("a broker says that the open transaction is not open; what became of it is unknown", cause)
+            return self._torn(cause)
         if self._reports.refusal is not None:
             return self._reports.refusal
         if cause is None:
             return Aborted(None, record_at_fault=False)
         return Aborted(cause, record_at_fault=_may_be_about_records(cause))
+
+    def _torn(self, cause: KafkaError | None) -> Ended:
+        error = cause or self._reports.error
+        # The coordinator does not know the id, and has added no partition: none of the records can have arrived, nor
+        # did the protocol's own, which is the first.
+        if error is not None and error.code() == KafkaError.INVALID_PRODUCER_ID_MAPPING and self._reports.offset < 0:
+            why = "was idle for longer than the brokers' transactional.id.expiration.ms, and they have forgotten it"
+            return Ended(f"transactional.id {self._transactional_id!r} {why}", cause, is_expiry=True)
+        return Ended("a broker says that the open transaction is not open; what became of it is unknown", cause)
 
     def _is_all_acknowledged(self) -> bool:
         """Tell whether all records of the open transaction are in Kafka, and no abort would purge one."""

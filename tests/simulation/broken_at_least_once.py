@@ -89,4 +89,4 @@ def knows_what_is_held(lanes: Any, records: Any) -> bool:
 def renew_always(self: Publisher) -> None:
     """Begin each leadership with a new producer, whose epochs keep no earlier record out."""
     self._fatal = False
-    self.renew()
+    self.renew(self._limits)

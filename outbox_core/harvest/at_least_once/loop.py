@@ -331,7 +331,10 @@ class AtLeastOnce:
 
     def _send(self) -> bool:
         """Send some of the ready records; return False if more can be sent at once."""
-        if self._ctx.batches.are_awaited or not self._publisher.fit(self._limits()):
+        if self._ctx.batches.are_awaited:
+            return True
+        if not self._publisher.fit(self._limits()):
+            self._note_unmade()
             return True
         limit = self._publisher.flight_limit
         room = limit.room(self._publisher.queued, self._lanes.mean_bytes)
@@ -344,9 +347,14 @@ class AtLeastOnce:
             taken = self._hand_over(chunk)
             sent += taken
             if taken < len(chunk):
+                self._note_unmade()
                 break
         self._lanes.put_back(batch[sent:])
         return sent < len(batch) or sent == room or not self._lanes.has_ready
+
+    def _note_unmade(self) -> None:
+        if self._publisher.unmade:
+            self._ctx.kafka.failed(f"no producer can be made: {self._publisher.unmade}")
 
     def _hand_over(self, records: list[StoredRecord]) -> int:
         """Hand records to the producer, those that are tried each alone; return how many it took."""
@@ -494,7 +502,9 @@ class AtLeastOnce:
     def _refresh_when_quiet(self) -> None:
         if self._publisher.in_flight or self._busy_with_database():
             return
-        self._publisher.renew_if_broken()
+        if not self._publisher.renew_if_broken():
+            self._note_unmade()
+            return
         self._lanes = Lanes(self._ctx.limits.lane_capacity)
         self._failures.leader_id_renewed()
         self._remark = False

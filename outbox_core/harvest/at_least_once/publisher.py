@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from outbox_core.errors import must
+from outbox_core.errors import InvariantBroken, must
 from outbox_core.harvest.at_least_once.flight_limit import FlightLimit
 from outbox_core.kafka.clients import KafkaError, KafkaException, Message, Producer
 from outbox_core.kafka.messages import Failure, message_headers, partition_of
@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 _ANY_PARTITION: Final = -1
 _SETTLE_POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 10.0
+_MAKE_AGAIN_SECONDS = 1.0
 
 _ALONE: Final = -1
 Sent = tuple[float, int]  # when, and the number of records sent before, or _ALONE
@@ -71,6 +72,8 @@ class Publisher:
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
         self.is_broken = False  # after a fatal error: see `renew_if_broken`
+        self.unmade = ""  # the reason why no producer can be made, '' if the last one was
+        self._make_again_at = 0.0
         self.lingers = False
         self.delivered: list[StoredRecord] = []
         self.failed: list[Failure] = []
@@ -93,10 +96,14 @@ class Publisher:
     def send(self, records: Sequence[StoredRecord], sent_at: float, *, alone: bool = False) -> int:
         """Hand records to the producer; return how many it took: if its queue is full, poll and try the others again.
 
+        So it is with no producer for records that go alone, with the reason in `unmade`.
+
         Records that go `alone` are in batches of their own: if one fails, no other record is to blame.
         """
         producer, at = (self._unbatched(), (sent_at, _ALONE)) if alone else (self._producer, (sent_at, self._sent))
         report: Callable[..., None] = self._report_alone if alone else self._report
+        if producer is None:
+            return 0
         produce, known, id_header, id_prefix = producer.produce, self._topics.known, self._id_header, self._id_prefix
         sent = 0
         for record in records:
@@ -122,9 +129,9 @@ class Publisher:
         self.lingers = self.lingers or sent > 0
         return sent
 
-    def _unbatched(self) -> Producer:
+    def _unbatched(self) -> Producer | None:
         if self._unbatched_producer is None:
-            self._unbatched_producer = self._make_unbatched_producer(self._limits)
+            self._unbatched_producer = self._made(self._make_unbatched_producer, self._limits)
         return self._unbatched_producer
 
     def _report(self, record: StoredRecord, at: Sent, error: KafkaError | None, message: Message | None) -> None:
@@ -217,19 +224,36 @@ class Publisher:
 
     def fit(self, limits: ProducerLimits) -> bool:
         """Return True if the producer has these limits; make one that has them once no record is in flight."""
-        if limits != self._limits and not self.in_flight:
-            self._limits = limits
-            self.renew()
-        return limits == self._limits
+        return limits == self._limits or (not self.in_flight and self.renew(limits))
 
-    def renew_if_broken(self) -> None:
-        """Make a new producer after a fatal error, with no record in flight: the old one accepts no record."""
-        if self.is_broken:
-            self.is_broken = False
-            self.renew()
+    def renew_if_broken(self) -> bool:
+        """Make a new producer after a fatal error, with no record in flight; return True if there is a sound one."""
+        return not self.is_broken or self.renew(self._limits)
 
-    def renew(self) -> None:
-        """Make a new producer. Only with no record in flight."""
+    def renew(self, limits: ProducerLimits) -> bool:
+        """Make a new producer, only with no record in flight; return False, with `unmade`, if that is not possible now.
+
+        The old one stays then.
+        """
         must(not self.in_flight, "a producer must not be replaced with records in flight; %d are", self.in_flight)
+        producer = self._made(self._make_producer, limits)
+        if producer is None:
+            return False
         self._unbatched_producer = None  # made again when it is needed
-        self._producer = self._make_producer(self._limits)
+        self._producer, self._limits, self.is_broken = producer, limits, False
+        return True
+
+    def _made(self, make: Callable[[ProducerLimits], Producer], limits: ProducerLimits) -> Producer | None:
+        """Make a producer, not too soon after a failure; None if there is none, for a reason that may pass."""
+        if self.unmade and time.monotonic() < self._make_again_at:
+            return None
+        try:
+            producer = make(limits)
+        except InvariantBroken:
+            raise
+        except Exception as error:  # of a user's own `producer_factory`, too
+            self.unmade = " ".join(str(error).split()) or type(error).__name__
+            self._make_again_at = time.monotonic() + _MAKE_AGAIN_SECONDS
+            return None
+        self.unmade = ""
+        return producer

@@ -112,6 +112,7 @@ class Term:
             if not self._leadership.marks_are_settled:  # no other marks meanwhile, and the search reads the whole table
                 recovery.refuse_marks()
                 self._leadership.marks_are_settled = True
+            self._ctx.has_begun.set()
             self._failures.read_holds()
         while ended is None and not over():
             ended = self._turn(producer)
@@ -261,7 +262,7 @@ class Term:
         self._count_in_flight(0)
         failures = self._failures
         if isinstance(outcome, Ended):
-            if not self._leadership.over():
+            if not (outcome.is_expiry or self._leadership.over()):
                 failures.ended(outcome, records)
             return outcome
         self._has_settled(outcome)

@@ -34,15 +34,20 @@ of our own, sent after the fence, has come back.
 
 from __future__ import annotations
 
+import logging
 import random
 from uuid import UUID
 
 from outbox_core.election.lease import now
+from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.exactly_once.term import Term
 from outbox_core.harvest.failures.failed_transactions import FailedTransactions
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.transactions import Ended
+
+_log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
 _FIRST_BACKOFF_SECONDS = 0.2
@@ -91,14 +96,27 @@ class ExactlyOnce:
         try:
             while not self.over():
                 term = Term(self, self._ctx, self._transactions)
-                ended = term.run()
+                ended = self._run(term)
                 if ended is None:
                     return
-                self._ctx.kafka.failed(ended.reason)
+                if ended.is_expiry:
+                    _log.info("%s; a new term begins", ended.reason)
+                else:
+                    self._ctx.kafka.failed(ended.reason)
                 backoff = _FIRST_BACKOFF_SECONDS if term.committed else min(_LONGEST_BACKOFF_SECONDS, backoff * 2)
                 self._wait_for_fresh_lease(random.uniform(0.5, 1.0) * backoff)  # noqa: S311  jitter
         finally:
             self.failures.end()
+
+    def _run(self, term: Term) -> Ended | None:
+        try:
+            return term.run()
+        except KafkaUnavailable as error:
+            return Ended(str(error))
+        except (TrackingTopicError, MarkedRowsFound) as error:
+            if not self._ctx.has_begun.is_set():
+                raise
+            return Ended(str(error))
 
     def _wait_for_fresh_lease(self, seconds: float) -> None:
         """Wait until a heartbeat that was sent from now on has come back, and for the pause in any case."""

@@ -105,7 +105,7 @@ class FailureHandler:
         is_new = self.backoffs.failed(record, destination, unreachable=unreachable, why=error)
         what = f"record {record.id} for topic {record.topic}"
         if unreachable:
-            self._ctx.kafka.failed(f"{what}: {error}")
+            self._ctx.kafka.failed(error, at=what)
         elif is_new:
             what = f"topic {record.topic}" if destination[1] is None else what
             _log.warning("%s: %s; it is tried again after a growing backoff", what, error)

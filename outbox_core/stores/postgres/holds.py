@@ -55,13 +55,16 @@ class PostgresHolds:
         self._version = _Version()
 
     def read(self, *, warn: bool = True) -> HoldSet | None:
-        """Return the holds, None if there is no table of them; a missing right to read it counts as an outage.
+        """Return the holds, None if there is no table of them.
+
+        It counts as an outage if a right to read it is missing, or the table that held something is gone.
 
         Whoever reads them only to count need not `warn` of what is missing, which the harvest thread does.
         """
         table = self._table
         with self._rights_as_outage():
             if not self._has_table and not self._find_table(warn=warn):
+                self._refuse_to_lose()
                 return None
             parameters = {"outbox": table.layout().outbox, "name": table.found[1].quoted}
             connection = table.connected()
@@ -73,6 +76,7 @@ class PostgresHolds:
                 self._has_table = None  # dropped, perhaps
                 if _is_about_rights(error) or self._find_table(warn=warn):
                     raise
+                self._refuse_to_lose(error)
                 return None
         if not found:
             raise StoreUnavailable(f"table {table.hold_name} was replaced at this moment")
@@ -185,6 +189,17 @@ class PostgresHolds:
                 why = f"there is no table {name}; make it with {make}, with Alembic or with `manage.py migrate`"
             _log.warning("nothing can be held or paused, and a bad record is tried for ever: %s", why)
         return self._has_table
+
+    def _refuse_to_lose(self, error: OutboxTableError | None = None) -> None:
+        """Raise StoreUnavailable if the table that is gone had holds: what they keep back would be published."""
+        if not self._holds:
+            return
+        name, number = self._table.hold_name, len(self._holds)
+        raise StoreUnavailable(
+            f"table {name} is gone, and had {number} hold(s): nothing is published meanwhile, as what they keep back "
+            "would be, too. Put it back; or, if all of that may be published, make it anew (`outbox schema --only hold "
+            f"--table {self._table.name} --apply`)"
+        ) from error
 
     def _warn_of_rights(self) -> None:
         _log.warning(

@@ -222,6 +222,7 @@ class OutboxTable:
             self._was_altered = True
             self._layout = None
             raise StoreUnavailable(f"table {self.name} was altered: {message}", in_doubt=True) from error
+        self._layout = None  # the table that comes back may be another one
         if isinstance(error, errors.InsufficientPrivilege):
             raise OutboxTableError(f"missing rights on {self.name}: {message}, for role {self.quoted_role}") from error
         raise OutboxTableError(f"outbox table {self.name}: {message}") from error
@@ -282,7 +283,7 @@ class OutboxTable:
         if may_repeat:
             _log.warning(
                 "two rows of %s may have one id: it has no unique index on id alone, or heirs. At-least-once delivery "
-                "ends at such rows, exactly-once delivery may take one for the other; draw all ids from one sequence",
+                "stops at such rows, exactly-once delivery may take one for the other; draw all ids from one sequence",
                 self.name,
             )
 

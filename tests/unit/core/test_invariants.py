@@ -128,7 +128,7 @@ def test_reports_are_counted_once():
     publisher = Publisher(lambda _: client, id_header="", outbox_name="box")
     publisher.send([row(1)], 0.0)
     with stops("replaced with records in flight; 1 are"):
-        publisher.renew()
+        publisher.renew({})
     reports[0](None, None)
     publisher.take_delivered()
     reports[0](None, None)

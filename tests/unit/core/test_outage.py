@@ -50,6 +50,25 @@ def test_logged_again_while_it_lasts(clock, caplog):
     ]
 
 
+def test_each_new_reason_is_logged_once(clock, caplog):
+    """A new reason is logged, once, and some in all; details by which two tries differ make no new reason."""
+    outage = Outage("delivery to Kafka", _log)
+    for second, reason in enumerate(["no answer from 10.0.0.1:9092 after 31 ms", "topic 't' is gone"] * 3):
+        clock(100.0 + second)
+        outage.failed(reason, at=f"record {second} for topic t{second}")
+    for number in range(20):
+        outage.failed("odd " * number)
+    told = [record.message for record in caplog.records]
+    assert told[:2] == [
+        "delivery to Kafka: record 0 for topic t0: no answer from 10.0.0.1:9092 after 31 ms; retrying",
+        "delivery to Kafka: record 1 for topic t1: topic 't' is gone; retrying for 1 s",
+    ]
+    assert len(told) == 5
+    outage.recovered()
+    outage.failed("topic 't' is gone")
+    assert caplog.records[-1].message == "delivery to Kafka: topic 't' is gone; retrying", "it is another outage"
+
+
 def test_how_long(clock):
     """An outage reports its duration since its first failure, and the cause of the last one."""
     outage = Outage("delivery to Kafka", _log)

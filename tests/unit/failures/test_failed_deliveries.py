@@ -32,8 +32,8 @@ class Kafka(Outage):
     def __init__(self):
         self.is_away = False
 
-    def failed(self, error):
-        del error
+    def failed(self, error, *, at=""):
+        del error, at
         self.is_away = True
 
     def expire_after(self, seconds):

@@ -322,15 +322,6 @@ class World:
             max_message_bytes=2**20,
         )
         wake, metrics, leader_id = threading.Event(), HarvestMetrics(), uuid4()
-        database, kafka = (
-            SimpleNamespace(
-                failed=lambda *_: None,
-                recovered=lambda *_: None,
-                succeeded=lambda **_: None,
-                expire_after=lambda _: None,
-            )
-            for _ in range(2)
-        )
         self.ctx = HarvestContext(
             elector=SimpleNamespace(leadership=Leadership(leader_id, 0, float("inf"))),
             limits=limits,
@@ -342,8 +333,8 @@ class World:
             emit=lambda _: None,
             wake=wake,
             commits=CommitFlag(wake),
-            database=database,
-            kafka=kafka,
+            database=Outage("database", logging.getLogger(__name__)),
+            kafka=Outage("kafka", logging.getLogger(__name__)),
             dead_letters=DeadLetterTopic(
                 topic=LETTERS, on_poison=on_poison, ensure=self._ensure, forbidden=self._forbidden
             ),

@@ -156,6 +156,7 @@ def make(store):
             kafka=SimpleNamespace(failed=lambda _: None),
             metrics=HarvestMetrics(),
             wake=Event(),
+            has_begun=Event(),
         )
         recovery = Recovery(transactions, lambda: purger.hangs, ctx)
         recovery.purger = purger
