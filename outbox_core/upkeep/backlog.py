@@ -9,7 +9,7 @@ from collections import deque
 from typing import Protocol
 
 from outbox_core.config import HarvestConfig
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, StoreUnavailable
 from outbox_core.events import Event
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.outage import Outage
@@ -176,12 +176,12 @@ class BacklogObserver:
             return
         try:
             dropped = self._store.rotate_archive()
-        except StoreUnavailable:
-            return  # the harvest thread says so
-        except OutboxTableError as error:
+        except (OutboxTableError, RightsMissing) as error:
             self._rotation.failed(error)
             self._rotate_at = time.monotonic() + _ROTATE_AGAIN_SECONDS
             return
+        except StoreUnavailable:
+            return  # the harvest thread says so
         self._rotation.recovered()
         self._rotate_at = time.monotonic() + _ROTATE_EVERY_SECONDS
         if dropped:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, StoreUnavailable
 from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.metrics import HarvestMetrics, Totals
 from outbox_core.monitoring.histogram import DELIVERY_BUCKETS, quantile
@@ -68,11 +68,11 @@ class HistoryWriter:
                 self._write_statistics(history, backlog)
             else:
                 self._interval = None
-        except StoreUnavailable:
-            return  # the harvest thread says so
-        except OutboxTableError as error:
+        except (OutboxTableError, RightsMissing) as error:
             self._outage.failed(error)
             return
+        except StoreUnavailable:
+            return  # the harvest thread says so
         self._outage.recovered()
 
     def _write_events(self, history: HistoryStore) -> None:

@@ -13,7 +13,7 @@ from uuid import UUID
 import psycopg
 from psycopg.errors import FeatureNotSupported, InsufficientPrivilege, UndefinedFunction
 
-from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable, must
+from outbox_core.errors import OutboxTableError, RightsMissing, RowsHeld, StoreUnavailable, must
 from outbox_core.schema import archive_rotation
 from outbox_core.stores.interface import NO_HOLDS, NO_LIMIT, Backlog, MarkedBatch, RowQuery, StoredRecord, WaitingRows
 from outbox_core.stores.postgres import statements as sql
@@ -89,7 +89,7 @@ class PostgresStore:
         """Return the server's system identifier, '' where it may not be read (some hosted databases)."""
         try:
             return str(self.table.query(sql.SERVER_ID)[0][0])
-        except OutboxTableError as error:
+        except (OutboxTableError, RightsMissing) as error:
             if isinstance(error.__cause__, _SERVER_ID_WITHHELD):
                 return ""
             raise
