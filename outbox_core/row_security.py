@@ -149,4 +149,4 @@ def hidden(hiding: Iterable[Secured]) -> RowsHidden:
         f"{table.description}, which hides rows from role {table.role}, or keeps it from changing them: {table.remedy}"
         for table in hiding
     )
-    return RowsHidden(f"{described}. Until then nothing is concluded from rows that are not seen", in_doubt=True)
+    return RowsHidden(f"{described}. Until then nothing is concluded from rows that are not seen")

@@ -126,7 +126,14 @@ class PostgresStore:
         return MarkedBatch(selected, records)
 
     def _selected(self, parameters: dict[str, Any], parts: dict[str, str], updated: int) -> int:
-        """Return how many rows the last mark selected."""
+        """Return how many rows the last mark selected; without an answer it is in doubt, as it has taken effect."""
+        try:
+            return self._note_of_selected(parameters, parts, updated)
+        except StoreUnavailable as error:
+            error.in_doubt = True
+            raise
+
+    def _note_of_selected(self, parameters: dict[str, Any], parts: dict[str, str], updated: int) -> int:
         ((noted,),) = self.table.query(sql.SELECTED)
         mark, _, selected = (noted or "").partition(" ")
         if mark == parameters["mark"]:

@@ -239,9 +239,8 @@ class OutboxTable:
             raise StoreUnavailable(f"table {self.name} was altered: {message}", in_doubt=True) from error
         if isinstance(error, errors.InsufficientPrivilege):
             raise RightsMissing(
-                f"missing rights on {self.name}: {message}, for role {quote(self.role)}; `outbox schema --grants` prints "
-                "what it needs",
-                in_doubt=True,
+                f"missing rights on {self.name}: {message}, for role {quote(self.role)}; "
+                "`outbox schema --grants` prints what it needs"
             ) from error
         raise OutboxTableError(f"outbox table {self.name}: {message}") from error
 
@@ -253,8 +252,7 @@ class OutboxTable:
             return error
         return RowsHidden(
             f"{message}, for role {quote(self.role)}: row level security was switched on or off at this moment, or a "
-            f"trigger of {self.name} meets it on another table; its function needs SET row_security = on",
-            in_doubt=True,
+            f"trigger of {self.name} meets it on another table; its function needs SET row_security = on"
         )
 
     # -- the table as it is
