@@ -25,7 +25,9 @@ __all__ = [
     "OutboxError",
     "OutboxTableError",
     "ProcessExhausted",
+    "RightsMissing",
     "RowsHeld",
+    "RowsHidden",
     "RowsRemain",
     "StoreSilent",
     "StoreUnavailable",
@@ -123,6 +125,14 @@ class TableUnusable(StoreUnavailable):
 
 class RowsRemain(StoreUnavailable):
     """Published rows are still there after a DELETE, failed or not; publishing must wait, as they would be repeated."""
+
+
+class RightsMissing(StoreUnavailable):
+    """The role lacks a right on a table, which may have been revoked for a moment; the message has the GRANT."""
+
+
+class RowsHidden(StoreUnavailable):
+    """Row level security hides rows from the role, so that what is not seen may be there all the same."""
 
 
 class RowsHeld(StoreUnavailable):

@@ -34,6 +34,7 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
+from outbox_core.row_security import fetch_on, hides_sql, refuse_hidden
 from outbox_core.schema import (
     EventKind,
     TableName,
@@ -152,10 +153,12 @@ _LANE_OF_RECORD = f"SELECT {_TOPIC}, kafka_key FROM {{table}} WHERE id = %s"
 
 _RELEASE = "DELETE FROM {holds} AS held WHERE {filter} RETURNING kafka_topic, kafka_key, record_id"
 
-# The row must be of the hold's topic and key: ids come back when a table is truncated or restored.
+# The row must be of the hold's topic and key: ids come back when a table is truncated or restored. Without its row a
+# hold must not go if the row may only be hidden: it would be published.
 _SKIP = """
 WITH released AS (
-    DELETE FROM {holds} AS held WHERE {filter} AND record_id IS NOT NULL RETURNING record_id, kafka_topic, kafka_key
+    DELETE FROM {holds} AS held WHERE {filter} AND record_id IS NOT NULL AND NOT {hides}
+    RETURNING record_id, kafka_topic, kafka_key
 ), changed AS (
     DELETE FROM {table} AS stored USING released
     WHERE stored.id = released.record_id AND coalesce(stored.kafka_topic, '') = released.kafka_topic
@@ -256,6 +259,7 @@ class Holds:
     Raises:
         InvalidConfig: if an argument, here or of a method, cannot be used.
         OutboxTableError: by every method, if there is no outbox or no table of holds.
+        RowsHidden: by every method, if row level security hides rows of one of them from the connection's role.
     """
 
     __slots__ = ("actor", "outbox", "table")
@@ -342,6 +346,7 @@ class Holds:
 
     def waiting_topics(self, connection: Connection, key: str | bytes | None = None) -> dict[str, bool]:
         """Return the topics of the oldest 10,000 records, and of each whether one of them has this key."""
+        refuse_hidden(fetch_on(connection), [self.outbox])
         rows = self._fetch(connection, self._sql(_LANES, rows=_HEAD_ROWS), [_text(key, "key")])
         return {topic: bool(has_key) for topic, _, has_key in sorted(rows, key=lambda row: -row[1])}
 
@@ -483,11 +488,13 @@ class Holds:
                 f"there is no table {self.table}, so nothing can be held; make it with "
                 f"`outbox schema --apply --table {self.outbox}`, with Alembic or with `manage.py migrate`"
             )
+        refuse_hidden(fetch_on(connection), [self.outbox, self.table])
         return _Place(rows[0][0], bool(rows[0][2]))
 
     def _sql(self, statement: str, condition: str = "", noted: str = "", rows: int = 0) -> str:
         escaped = {"table": self.outbox.quoted.replace("%", "%%"), "holds": self.table.quoted.replace("%", "%%")}
-        return statement.format(**escaped, filter=condition, noted=noted, rows=rows, examples=_EXAMPLES)
+        parts = {"filter": condition, "noted": noted, "rows": rows, "examples": _EXAMPLES}
+        return statement.format(**escaped, **parts, hides=f"coalesce({hides_sql(self.outbox)}, false)")
 
     def _noted(self, place: _Place, kind: EventKind, reason: str) -> _Noted:
         if not place.has_events:

@@ -20,7 +20,8 @@ Idempotency-Key, so that it is either done as a whole, or may come again:
 - a repeat that overtakes the answer of the first waits for the outcome of its transaction;
 - no key stays "in progress" after a crash.
 
-The conflict is named, `(source, message_id)`, so that a table without its primary key is an error.
+The conflict is named, `(source, message_id)`, so that a table without its primary key is an error. It is the unique
+index that knows a repeat, which row level security hides from nobody; a row that a policy refuses is an error.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox_core.errors import InvalidMessageId, OutboxError
+from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName, iso_time_sql
 from outbox_core.stasher import Connection, require_transaction
 from outbox_core.watched_calls import LONG_SECONDS, watched
@@ -150,10 +152,12 @@ class Inbox:
         Raises:
             ValueError: if `older_than` or `batch` is not positive.
             OutboxError: if the connection is in a transaction, which the first batch would commit.
+            RowsHidden: if row level security hides rows of the inbox from the connection's role.
         """
         if older_than <= timedelta(0) or batch <= 0:
             raise ValueError("prune: older_than and batch have to be positive")
         _require_no_transaction(connection)
+        refuse_hidden(fetch_on(connection), [self.table])
         cutoff = self._one_row(connection, _CUTOFF, [older_than])[0]
         begin = _ALL_TIMES
         pruned: int = 0

@@ -14,11 +14,12 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from outbox_core.claims.claims import CLAIM_HEADER, ClaimStore, claim_of, written_before
-from outbox_core.errors import KafkaUnavailable
+from outbox_core.errors import KafkaUnavailable, RowsHidden
 from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition, make_consumer
 from outbox_core.kafka.errors import CONSUMER_RECOVERS
 from outbox_core.kafka.messages import headers_of
 from outbox_core.kafka.reader import PartitionReader, partition_ends, reader_settings
+from outbox_core.row_security import fetch_on, hides_sql, refuse_hidden
 from outbox_core.schema import TableName, archive_beside
 from outbox_core.stasher import Connection
 
@@ -50,6 +51,7 @@ def find_orphans(
 
     Raises:
         KafkaUnavailable: if a topic cannot be read to its end: nothing is known then.
+        RowsHidden: if row level security hides rows of a table or its archive from the connection's role.
     """
     candidates = dict(written_before(store, before))
     if not candidates:
@@ -68,11 +70,15 @@ def find_orphans(
 def _named_in_table(connection: Connection, outbox: TableName) -> set[str]:
     # Arrays of any dimensions: those of a row that is held for them.
     values, table = "ARRAY(SELECT unnest(kafka_header_values))", outbox.quoted.replace("%", "%%")
-    sql = f"SELECT {values} FROM {table} WHERE %s = ANY (kafka_header_keys)"
-    with closing(connection.cursor()) as cursor:
-        cursor.execute(sql, [CLAIM_HEADER])
-        rows = cursor.fetchall()
-    texts = (value for (values,) in rows for value in values if value is not None)
+    hides = hides_sql(outbox)
+    # Both by one statement: what a policy hides from it must not look as if no record named it.
+    sql = f"SELECT {values}, false FROM {table} WHERE %s = ANY (kafka_header_keys) UNION ALL SELECT NULL, {hides}"
+    rows = fetch_on(connection)(sql, [CLAIM_HEADER])
+    if any(is_hidden for _, is_hidden in rows):
+        refuse_hidden(fetch_on(connection), [outbox])
+        raise RowsHidden(f"row level security of {outbox} hid rows for a moment, so nothing is known of orphans")
+    rows = [row for row in rows if row[0] is not None]
+    texts = (value for values, _ in rows for value in values if value is not None)
     return {text if isinstance(text, str) else bytes(text).decode(errors="replace") for text in texts}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from outbox_core.claims.claims import ClaimMissing, ClaimName
 from outbox_core.errors import InvalidConfig, MissingExtra
+from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName
 from outbox_core.watched_calls import LONG_SECONDS, SHORT_SECONDS, watched
 
@@ -162,9 +163,11 @@ class TableStore:
         self._run(f"INSERT INTO {self._escaped} (name, payload) VALUES (%s, %s)", [_checked(name), payload])
 
     def get(self, name: str) -> bytes:
-        """Select a row."""
+        """Select a row; RowsHidden if it is not seen, and row level security hides rows from the role."""
         rows = self._run(f"SELECT payload FROM {self._escaped} WHERE name = %s", [name])
         if not rows:
+            with closing(self._connect()) as connection:
+                refuse_hidden(fetch_on(connection), [self._table])
             raise ClaimMissing(f"table {self._table} has no payload {name}")
         return bytes(rows[0][0])
 

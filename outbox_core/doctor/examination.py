@@ -22,6 +22,8 @@ from outbox_core.doctor.retention import RetentionChecks
 from outbox_core.doctor.session import CONNECT_SECONDS, DatabaseSession, TableLocked, assumed_identity
 from outbox_core.doctor.table import TableChecks
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, StoreUnavailable
+from outbox_core.row_security import fetch_on, secured_tables
+from outbox_core.schema import TableName, archive_beside
 from outbox_core.stores.postgres.connection import LENT_BY_TRANSACTION, location
 from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
 from outbox_core.stores.postgres.store import PostgresStore
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from outbox_core.config import HarvestConfig
 
 _NAME = "kafka-outbox doctor"
-_DATABASE, _KAFKA = "database", "Kafka"
+_DATABASE, _KAFKA, _ROW_SECURITY = "database", "Kafka", "row security"
+_STOPS = "a harvester does not start, and one that runs stands still, as it cannot know what else there is"
 
 
 @dataclass(slots=True)
@@ -121,6 +124,10 @@ def _examine_database(
         yield from checks.snapshots()
         if not table.is_outbox:
             return
+        hides = list(_hiding(config, session))
+        yield from hides
+        if any(finding.verdict is Verdict.PROBLEM for finding in hides):
+            return  # the rows could not be read
         if not checks.is_standby:  # which refuses the sessions of a harvester
             if config.notify:
                 yield _examine_notices(config, commands)
@@ -130,6 +137,30 @@ def _examine_database(
         heads = checks.topics_at_head()[:MOST_TOPICS]
         learned.topics = [head.topic for head in heads]
         learned.with_keyless = {head.topic for head in heads if head.has_keyless}
+
+
+def _hiding(config: HarvestConfig, session: DatabaseSession) -> Iterator[Finding]:
+    """Check for row level security that hides rows from the role, or is deliberate and does not."""
+    table, fetch = session.table, fetch_on(session.connection)
+    needed = [table, session.holds, *([archive_beside(table)] if config.retention == "archive" else [])]
+    inbox = TableName("inbox", table.schema)
+    with session.translated():
+        found = [(secured, problem) for secured in secured_tables(fetch, needed)]
+        found += [(secured, warning) for secured in secured_tables(fetch, [inbox])]
+    for secured, judge in found:
+        if secured.hides:
+            yield judge(
+                _ROW_SECURITY,
+                f"{secured.description}, which hides rows from role {secured.role}, or keeps it from changing them: "
+                + (_STOPS if judge is problem else "they cannot be pruned"),
+                secured.shortest_remedy,
+            )
+        else:
+            yield fine(
+                _ROW_SECURITY,
+                f"the policies of table {secured.table} hide nothing from role {secured.role}; each statement is "
+                "followed by a look at them, which ALTER ROLE ... BYPASSRLS would spare",
+            )
 
 
 def _examine_notices(config: HarvestConfig, commands: Commands) -> Finding:

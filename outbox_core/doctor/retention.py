@@ -12,7 +12,8 @@ _HISTORY = """
 SELECT to_regclass(%(table)s) IS NOT NULL,
        has_table_privilege(to_regclass(%(table)s)::oid, 'INSERT')
            AND has_table_privilege(to_regclass(%(table)s)::oid, 'SELECT')
-           AND has_table_privilege(to_regclass(%(table)s)::oid, 'DELETE')
+           AND has_table_privilege(to_regclass(%(table)s)::oid, 'DELETE'),
+       coalesce(row_security_active(to_regclass(%(table)s)::oid), false)
 """
 
 # Logical replication copies rows, and not the sequences that their ids come from.
@@ -38,14 +39,16 @@ class RetentionChecks:
 
     def history(self, *, only_reads: bool) -> Iterator[Finding]:
         """Check the two tables of the history; a role that only reads need not write them."""
-        role, missing, forbidden = self._session.role, [], []
+        role, missing, forbidden, secured = self._session.role, [], [], []
         behind: list[Finding] = []
         for table in (statistics_beside(self._session.table), events_beside(self._session.table)):
-            ((is_there, may_write),) = self._session.ask(_HISTORY, {"table": table.quoted})
+            ((is_there, may_write, is_secured),) = self._session.ask(_HISTORY, {"table": table.quoted})
             if not is_there:
                 missing.append(table)
             elif not may_write and not only_reads:
                 forbidden.append(table)
+            elif is_secured:
+                secured.append(table)
             else:
                 behind.extend(self._behind(table))
         yield from behind
@@ -60,7 +63,13 @@ class RetentionChecks:
                 f"role {role} may not write {', '.join(map(str, forbidden))}: what happens is not kept",
                 f"GRANT SELECT, INSERT, DELETE ON {named} TO {role}",
             )
-        if not missing and not forbidden and not behind:
+        for table in secured:
+            yield warning(
+                "history",
+                f"table {table} has row level security that counts for role {role}: what happens is not kept there",
+                f"ALTER TABLE {table.quoted} DISABLE ROW LEVEL SECURITY",
+            )
+        if not missing and not forbidden and not secured and not behind:
             yield fine("history", "statistics and events are kept")
 
     def _behind(self, table: TableName) -> Iterator[Finding]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Self
 
 import psycopg
 
-from outbox_core.errors import InvalidConfig, OutboxTableError, StoreSilent, StoreUnavailable
+from outbox_core.errors import InvalidConfig, OutboxTableError, RowsHidden, StoreSilent, StoreUnavailable
+from outbox_core.row_security import fetch_on, is_refusal, refuse_hidden, set_row_security
 from outbox_core.schema import TableName, hold_beside, quote
 from outbox_core.stores.postgres.connection import (
     CONNECTION_DEFAULTS,
@@ -99,6 +100,9 @@ class DatabaseSession:
             raise StoreUnavailable(f"cannot connect to {place}: {one_line(error)}") from None
         try:
             self.table, self.holds = pin_search_path(self.connection, name, hold_beside(name))
+            if not self.holds.schema:
+                self.holds = hold_beside(self.table)
+            set_row_security(fetch_on(self.connection), (self.table, self.holds))
             limits = milliseconds(LOCK_SECONDS), milliseconds(_STATEMENT_SECONDS)
             self.connection.execute(_SETTINGS, (*limits, "off" if writes else "on"))
             self.connection.set_patience(_STATEMENT_SECONDS, purpose=application_name)
@@ -108,8 +112,6 @@ class DatabaseSession:
             self.connection.close()
             raise StoreUnavailable(f"{place} does not answer: {one_line(error)}") from None
         self.place = place
-        if not self.holds.schema:
-            self.holds = hold_beside(self.table)
 
     def close(self) -> None:
         """Close the connection."""
@@ -149,6 +151,7 @@ class DatabaseSession:
 
         Raises:
             TableLocked: if one waited for a lock.
+            RowsHidden: if row level security would hide rows from one.
             OutboxTableError: if the role lacks a right, or the table a column.
             StoreUnavailable: if the database failed, took longer than 5 s, or said nothing for 15 s.
         """
@@ -166,6 +169,9 @@ class DatabaseSession:
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"{self.place} failed: {one_line(error)}") from None
         except psycopg.Error as error:
+            if is_refusal(error):
+                refuse_hidden(fetch_on(self.connection), (self.table, self.holds))
+                raise RowsHidden(f"{one_line(error)}, for role {self.role}") from None
             role = "" if " as role " in self.place else f" as role {self.role}"
             raise OutboxTableError(f"{one_line(error)} (in {self.place}{role})") from None
 

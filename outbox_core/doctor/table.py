@@ -109,16 +109,6 @@ SELECT count(*) FILTER (WHERE NOT ({rules})), min(id) FILTER (WHERE NOT ({rules}
 FROM (SELECT * FROM {table} ORDER BY id LIMIT {rows}) AS head
 """
 
-# A permissive policy that shows this role every row and lets it do everything, and no restrictive one.
-_EXEMPT = """
-SELECT EXISTS (
-    SELECT FROM pg_policy WHERE polrelid = to_regclass(%(name)s) AND polpermissive AND polcmd = '*'
-    AND pg_get_expr(polqual, polrelid) = 'true'
-    AND EXISTS (SELECT FROM unnest(polroles) AS role
-                WHERE CASE role WHEN 0 THEN true ELSE pg_has_role(current_user, role, 'USAGE') END)
-) AND NOT EXISTS (SELECT FROM pg_policy WHERE polrelid = to_regclass(%(name)s) AND NOT polpermissive)
-"""
-
 _TYPES = {
     "id": "bigint",
     "create_time": "timestamp with time zone",
@@ -335,22 +325,14 @@ class TableChecks:
         yield from found or [fine("constraints", "odd ids, times, partitions and headers are kept out")]
 
     def _obstacles(self) -> Iterator[Finding]:
-        """Check for policies, triggers, rules and keys between the harvester and the rows that it deletes and marks."""
-        table, role = self._name.quoted, self._session.role
+        """Check for triggers, rules and keys between the harvester and the rows that it deletes and marks."""
+        table = self._name.quoted
         for (what,) in self._session.ask(sql.OBSTACLES, {"name": table}):
             kind, _, name = what.partition(" ")
-            if kind == "row" and self._session.ask(_EXEMPT, {"name": table})[0][0]:
-                continue
-            remedy = {
-                "trigger": f"ALTER TABLE {table} DISABLE TRIGGER {name}",
-                "rule": f"ALTER TABLE {table} DISABLE RULE {name}",
-            }.get(kind, f"CREATE POLICY outbox_harvester ON {table} TO {role} USING (true) WITH CHECK (true)")
-            is_certain = kind == "rule" or what.endswith("(it has no policy)")
-            yield (problem if is_certain else warning)(
+            yield (problem if kind == "rule" else warning)(
                 "obstacle",
-                f"the table has {what}: rows that it hides are not published; if it keeps rows from being marked or "
-                "deleted, publishing stops",
-                remedy,
+                f"the table has {what}: if it keeps rows from being marked or deleted, publishing stops",
+                f"ALTER TABLE {table} DISABLE {kind.upper()} {name}",
             )
 
         for constraint, referring in self._session.ask(_REFERENCES, {"name": table}):

@@ -17,6 +17,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxTableError
+from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import EventKind, TableName, archive_beside, archive_rotation, events_beside, iso_time_sql
 from outbox_core.stasher import Connection
 
@@ -179,6 +180,7 @@ class Archive:
     Raises:
         InvalidConfig: if an argument, here or of a method, cannot be used.
         OutboxTableError: by every method, if there is no outbox or no archive.
+        RowsHidden: by every method, if row level security hides rows of the archive from the connection's role.
     """
 
     __slots__ = ("actor", "outbox", "table")
@@ -256,6 +258,7 @@ class Archive:
                 f"`outbox schema --archive --table {self.outbox}`, with Alembic's outbox_archive() or with Django's "
                 "ArchivePublished(), and harvest with `retention: archive`"
             )
+        refuse_hidden(fetch_on(connection), [self.table])
         value = "convert_to(%s::text || id, 'UTF8')" if is_binary else "(%s::text || id)"
         columns = {
             "kafka_topic": "kafka_topic",

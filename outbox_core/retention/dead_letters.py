@@ -15,6 +15,7 @@ from outbox_core.errors import OutboxError, OutboxTableError
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import RESTASH_HEADER
 from outbox_core.retention.history import History
+from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import EventKind, TableLayout, TableName, events_beside, iso_time_sql
 from outbox_core.stasher import Connection, insert_sql, require_transaction
 
@@ -127,6 +128,7 @@ class DeadLetterRestash:
             AlreadyRestashed: unless `again`, if the history remembers one.
             InvalidRecord: if the record does not fit the outbox table.
             OutboxTableError: if there is no outbox.
+            RowsHidden: unless `again`, if row level security hides events from the connection's role.
         """
         require_transaction(connection)
         known = self._identify(connection)
@@ -159,6 +161,7 @@ class DeadLetterRestash:
     ) -> tuple[Any, ...]:
         """Return the row to write."""
         if known.has_events and not again:
+            refuse_hidden(fetch_on(connection), [events_beside(self.outbox)])  # or it would be stashed again
             what = _what(topic, place)
             found = self._ask(connection, self._sql(_FIND), [known.outbox, EventKind.RESTASHED, what, f"{what}: "])
             if found:

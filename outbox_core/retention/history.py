@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from outbox_core.errors import OutboxTableError
+from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import EventKind, TableName, events_beside, iso_time_sql, shown_key_sql, statistics_beside
 from outbox_core.stasher import Connection
 
@@ -132,6 +133,7 @@ class History:
     Raises:
         InvalidConfig: if the name is none.
         OutboxTableError: by every method, if there is no outbox or no such table of its history.
+        RowsHidden: by every method, if row level security hides rows of that table from the connection's role.
     """
 
     __slots__ = ("outbox",)
@@ -185,6 +187,7 @@ class History:
                     f"there is no table {table}, so there is no history; make it with "
                     f"`outbox schema --only history --table {self.outbox}`, with Alembic or with `manage.py migrate`"
                 )
+            refuse_hidden(fetch_on(connection), [table])
             sql = statement.format(table=table.quoted.replace("%", "%%"))
             cursor.execute(sql, [outbox, *parameters])
             return [tuple(row) for row in cursor.fetchall()]

@@ -9,7 +9,7 @@ from collections import deque
 from typing import Protocol
 
 from outbox_core.config import HarvestConfig
-from outbox_core.errors import OutboxTableError, StoreSilent, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, StoreSilent, StoreUnavailable
 from outbox_core.events import Event
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.outage import Outage
@@ -176,7 +176,7 @@ class BacklogObserver:
             return
         try:
             dropped = self._store.rotate_archive()
-        except (StoreSilent, OutboxTableError) as error:
+        except (StoreSilent, OutboxTableError, RightsMissing) as error:
             self._rotation.failed(error)
             self._rotate_at = time.monotonic() + _ROTATE_AGAIN_SECONDS
             return

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from outbox_core.errors import OutboxTableError, StoreSilent, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, StoreSilent, StoreUnavailable
 from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.metrics import HarvestMetrics, Totals
 from outbox_core.monitoring.histogram import DELIVERY_BUCKETS, quantile
@@ -68,7 +68,7 @@ class HistoryWriter:
                 self._write_statistics(history, backlog)
             else:
                 self._interval = None
-        except (StoreSilent, OutboxTableError) as error:  # other connections may be well
+        except (StoreSilent, OutboxTableError, RightsMissing) as error:  # other connections may be well
             self._outage.failed(error)
             return
         except StoreUnavailable:

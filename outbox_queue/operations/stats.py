@@ -58,6 +58,9 @@ def queue_stats(config: QueueConfig, queue: str | None = None) -> list[QueueStat
     waiting: Counter[str] = Counter()
     for message in read_to_end(config, config.message_topic, {} if queue is None else committed.get(queue, {})):
         name = queue_name(message.key or b"")
+        if name not in committed:
+            # Lists of groups leave out those that we may not see; asked for by name, such a one is an error.
+            committed[name] = _committed(config, group_of(name), config.message_topic)
         if message.offset >= committed.get(name, {}).get(message.partition, 0):
             waiting[name] += 1
     unfinished: Counter[str] = Counter()
@@ -137,6 +140,9 @@ def _committed(config: QueueConfig, group: str, topic: str) -> dict[int, int]:
         raise QueueError(f"cannot read the offsets of group {group!r}: {error.args[0].str()}") from None
     finally:
         consumer.close()
+    for partition in found:
+        if partition.error is not None:  # its offset looks like that of a group which has not begun
+            raise QueueError(f"cannot read the offsets of group {group!r}: {partition.error.str()}")
     return {partition.partition: partition.offset for partition in found if partition.offset >= 0}
 
 
@@ -148,5 +154,7 @@ def _queues_with_groups(config: QueueConfig) -> list[str]:
         reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
         servers = config.bootstrap_servers
         raise QueueError(f"cannot list the consumer groups at bootstrap.servers={servers}: {reason}") from None
+    if listed.errors:  # of a broker: its groups would look as if they did not exist
+        raise QueueError(f"cannot list all consumer groups: {listed.errors[0].args[0].str()}")
     groups = {group.group_id for group in listed.valid} - {TRACKER_GROUP}
     return sorted(group.removeprefix(_GROUP_PREFIX) for group in groups if group.startswith(_GROUP_PREFIX))

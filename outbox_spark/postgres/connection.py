@@ -6,6 +6,7 @@ import psycopg
 
 from outbox_core.config import redact
 from outbox_core.errors import InvalidConfig, StoreUnavailable
+from outbox_core.row_security import fetch_on, set_row_security
 from outbox_core.schema import TableName
 from outbox_core.stores.postgres.connection import Connection, pin_search_path
 from outbox_core.stores.postgres.deadlines import BoundedConnection
@@ -37,13 +38,16 @@ def connect(
         connection = BoundedConnection.connect(**{**defaults, **filled(given)}, autocommit=True)
         (first, _) = connection.execute(_SESSION).fetchone() or (None, None)
         found = pin_search_path(connection, *names)
+        tables = [name if name.schema else TableName(name.table, first) for name in found]
+        if tables:  # nothing is concluded from rows that a policy hides: PostgreSQL refuses such a statement
+            set_row_security(fetch_on(connection), tables)
         connection.autocommit = autocommit
         connection.set_patience(0.0, purpose=what)
     except psycopg.Error as error:
         if connection is not None:
             connection.close()
         raise StoreUnavailable(f"cannot reach the database of {what}: {one_line(error)}") from None
-    return connection, [name if name.schema else TableName(name.table, first) for name in found]
+    return connection, tables
 
 
 def one_line(error: Exception) -> str:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import psycopg
 
 from outbox_core.config import HarvestConfig
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RowsHidden, StoreUnavailable
+from outbox_core.row_security import is_refusal
 from outbox_core.stores.interface import NO_FLOOR, Floor, RowQuery, StoredRecord
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import one_line
@@ -170,7 +171,7 @@ class ShardStore(PostgresStore):
         try:
             connection = self.table.connected()
             connection.purpose = "the rows of a shard"
-            with connection.cursor() as cursor:
+            with self.table.seeing_all(), connection.cursor() as cursor:
                 # Row by row: a fetch of many would take as many large ones.
                 fields = cursor.stream(statement, {"shard": number, "shards": of}, binary=True)
                 rows = map(StoredRecord._make, fields)
@@ -178,6 +179,8 @@ class ShardStore(PostgresStore):
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             raise StoreUnavailable(f"table {self.table.name}: {one_line(error)}") from None
         except psycopg.Error as error:
+            if is_refusal(error):
+                raise RowsHidden(f"table {self.table.name}: {one_line(error)}") from None
             raise OutboxTableError(f"table {self.table.name}: {one_line(error)}") from None
 
 

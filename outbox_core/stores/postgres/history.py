@@ -83,7 +83,8 @@ class PostgresHistory:
             self._has_warned = True
             forbidden = ", ".join(name for name, may in zip(names.values(), found, strict=True) if may is False)
             _log.warning(
-                "nothing is written into the history: GRANT SELECT, INSERT, DELETE ON %s TO %s",
+                "nothing is written into the history: GRANT SELECT, INSERT, DELETE ON %s TO %s, which must have no row "
+                "level security for this role",
                 forbidden,
                 self._table.quoted_role,
             )

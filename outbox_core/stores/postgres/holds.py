@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, StoreUnavailable
 from outbox_core.schema import HOLD_COLUMNS, EventKind, hold_id
 from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, StoredRecord, held_key, may_hold
 from outbox_core.stores.postgres import statements as sql
-from outbox_core.stores.postgres.connection import Connection
+from outbox_core.stores.postgres.connection import Connection, one_line
 from outbox_core.stores.postgres.conversion import array, key_as_held, with_oversized
 from outbox_core.stores.postgres.history import PostgresHistory
 from outbox_core.stores.postgres.table import OutboxTable
@@ -62,7 +62,7 @@ class PostgresHolds:
         Whoever reads them only to count need not `warn` of what is missing, which the harvest thread does.
         """
         table = self._table
-        with self._rights_as_outage():
+        with self._naming_rights():
             if not self._has_table and not self._find_table(warn=warn):
                 self._refuse_to_lose()
                 return None
@@ -72,9 +72,9 @@ class PostgresHolds:
             parameters |= {"number": known.number, "versions": known.checksum}  # type: ignore[dict-item]
             try:
                 found = table.query(sql.READ_HOLDS, parameters)
-            except OutboxTableError as error:
+            except OutboxTableError:
                 self._has_table = None  # dropped, perhaps
-                if _is_about_rights(error) or self._find_table(warn=warn):
+                if self._find_table(warn=warn):
                     raise
                 self._refuse_to_lose(error)
                 return None
@@ -124,7 +124,7 @@ class PostgresHolds:
         """Delete held rows of which both id and create time match, and their holds; return how many rows."""
         outbox = self._table.layout().outbox
         parameters = {"ids": array(ids), "create_times": array(create_times), "outbox": outbox}
-        with self._table.deleting(), self._rights_as_outage():
+        with self._table.deleting(), self._naming_rights():
             noted = self._history.note_changes(EventKind.DEAD_LETTERED)
             parts = {"noted": noted.sql, "archived": self._table.archived(sql.ARCHIVE_DEAD_LETTERS)}
             ((deleted,),) = self._table.query(sql.DELETE_DEAD_LETTERED, parameters | noted.parameters, **parts)
@@ -145,7 +145,7 @@ class PostgresHolds:
 
     def _change(self, statement: str, kind: EventKind, parameters: dict[str, Any]) -> int:
         """Change holds, and note the changes in the history; return how many."""
-        with self._rights_as_outage():
+        with self._naming_rights():
             noted = self._history.note_changes(kind)
             change = sql.CHANGE_HOLDS.replace("{change}", statement)
             ((count,),) = self._table.query(change, parameters | noted.parameters, noted=noted.sql)
@@ -210,19 +210,14 @@ class PostgresHolds:
         )
 
     @contextmanager
-    def _rights_as_outage(self) -> Iterator[None]:
-        """Treat a revoked privilege on the table of holds as an outage: continuing could publish held records."""
+    def _naming_rights(self) -> Iterator[None]:
+        """Name the table of holds, and the rights on it, where one is missing."""
         try:
             yield
-        except OutboxTableError as error:
-            if not _is_about_rights(error):
-                raise
-            table, message = self._table, str(error).partition(": ")[2]
-            raise StoreUnavailable(f"{table.hold_name}: {message}; {table.grant_holds()}") from error
-
-
-def _is_about_rights(error: OutboxTableError) -> bool:
-    return isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege)
+        except RightsMissing as error:
+            table, cause = self._table, error.__cause__
+            why = one_line(cause) if isinstance(cause, psycopg.Error) else str(error)
+            raise RightsMissing(f"{table.hold_name}: {why}; {table.grant_holds()}") from error
 
 
 def _hold_set(holds: Sequence[_Hold], *, may_change: bool) -> HoldSet:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from psycopg.errors import UndefinedTable
 
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, StoreUnavailable
 from outbox_core.stores.interface import NO_FLOOR, Floor, OpenWriter, SequenceSnapshot
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection
@@ -54,7 +54,7 @@ class PostgresSequence:
             names = {"name": table.quoted, "sequence": sequence.name}
             drawn = table.query(sql.LAST_ID_DRAWN, names, sequence=sequence.name.replace("%", "%%"))
             found = table.query(sql.OPEN_WRITERS, names)
-        except OutboxTableError as error:
+        except (OutboxTableError, RightsMissing) as error:
             if isinstance(error.__cause__, UndefinedTable):  # the next attempt looks for both
                 raise StoreUnavailable(f"table {table.name} or its sequence was replaced: {error}") from error
             return SequenceSnapshot(NO_FLOOR.id, None, frozenset(), str(error))  # it may not be read

@@ -13,7 +13,7 @@ from uuid import UUID
 import psycopg
 from psycopg.errors import FeatureNotSupported, InsufficientPrivilege, UndefinedFunction
 
-from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable, must
+from outbox_core.errors import OutboxTableError, RightsMissing, RowsHeld, StoreUnavailable, must
 from outbox_core.schema import archive_rotation
 from outbox_core.stores.interface import NO_HOLDS, NO_LIMIT, Backlog, MarkedBatch, RowQuery, StoredRecord, WaitingRows
 from outbox_core.stores.postgres import statements as sql
@@ -89,7 +89,7 @@ class PostgresStore:
         """Return the server's system identifier, '' where it may not be read (some hosted databases)."""
         try:
             return str(self.table.query(sql.SERVER_ID)[0][0])
-        except OutboxTableError as error:
+        except (OutboxTableError, RightsMissing) as error:
             if isinstance(error.__cause__, _SERVER_ID_WITHHELD):
                 return ""
             raise
@@ -126,7 +126,14 @@ class PostgresStore:
         return MarkedBatch(selected, records)
 
     def _selected(self, parameters: dict[str, Any], parts: dict[str, str], updated: int) -> int:
-        """Return how many rows the last mark selected."""
+        """Return how many rows the last mark selected; without an answer it is in doubt, as it has taken effect."""
+        try:
+            return self._note_of_selected(parameters, parts, updated)
+        except StoreUnavailable as error:
+            error.in_doubt = True
+            raise
+
+    def _note_of_selected(self, parameters: dict[str, Any], parts: dict[str, str], updated: int) -> int:
         ((noted,),) = self.table.query(sql.SELECTED)
         mark, _, selected = (noted or "").partition(" ")
         if mark == parameters["mark"]:

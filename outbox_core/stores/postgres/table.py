@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import psycopg
 from psycopg import errors
 
-from outbox_core.errors import OutboxTableError, RowsRemain, StoreSilent, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, RowsHidden, RowsRemain, StoreSilent, StoreUnavailable
+from outbox_core.row_security import fetch_on, is_refusal, refuse_hidden, set_row_security
 from outbox_core.schema import (
     HOLD_COLUMNS,
     REQUIRED_COLUMNS,
@@ -101,6 +102,7 @@ class OutboxTable:
         self._connect_to = data_source, application_name
         self._layout: Layout | None = None
         self._was_altered = False  # since the last mark or scan that succeeded
+        self._has_policies = False  # this connection: deliberate ones, see `row_security`
         self._formatted: dict[tuple[object, ...], str] = {}
 
     # -- connection
@@ -118,6 +120,11 @@ class OutboxTable:
                 self.found = table, holds if holds.schema else hold_beside(table)
                 self._formatted.clear()
             self.role = self.connection.info.user
+            try:
+                self._has_policies = set_row_security(fetch_on(self.connection), self._secured_names)
+            except psycopg.Error as error:
+                self.close()
+                raise StoreUnavailable(f"the database refused the session's settings: {one_line(error)}") from error
         return self.connection
 
     def close(self) -> None:
@@ -167,9 +174,27 @@ class OutboxTable:
         values = [parameters[name] for name in names] if isinstance(parameters, Mapping) else parameters
         cast("Connection", cursor.connection).purpose = _STATEMENTS.get(statement, "a statement of ours")
         try:
-            return cursor.execute(text, values, prepare=statement in sql.PLANNED_ONCE, binary=True)
+            with self.seeing_all():
+                return cursor.execute(text, values, prepare=statement in sql.PLANNED_ONCE, binary=True)
         except psycopg.Error as error:
             self._raise(error)
+
+    def seeing_all(self) -> AbstractContextManager[None]:
+        """Return the context of a statement: it raises RowsHidden if policies may have hidden rows from it."""
+        return self._watching() if self._has_policies else nullcontext()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        connection = self.connected()
+        with connection.transaction():
+            yield
+            refuse_hidden(fetch_on(connection), self._secured_names)
+
+    @property
+    def _secured_names(self) -> list[TableName]:
+        """The tables of which a row that is not seen matters."""
+        table, holds = self.found
+        return [table, holds, *([archive_beside(table)] if self.archives else [])]
 
     def format(self, statement: str, **parts: object) -> str:
         """Fill in the parts of a statement, tables among them, and the tables that a connection has found."""
@@ -215,6 +240,8 @@ class OutboxTable:
         message = one_line(error)
         if isinstance(error, ConnectionGivenUp):
             raise StoreSilent(message, in_doubt=True) from error
+        if is_refusal(error):
+            raise self._refused(message) from error
         if was_cut or isinstance(error, _PASSING) or (error.sqlstate or "")[:2] in _PASSING_CLASSES:
             raise StoreUnavailable(message, in_doubt=True) from error
         if isinstance(error, _ALTERED) and self._layout and not self._was_altered:
@@ -224,8 +251,22 @@ class OutboxTable:
             raise StoreUnavailable(f"table {self.name} was altered: {message}", in_doubt=True) from error
         self._layout = None  # the table that comes back may be another one
         if isinstance(error, errors.InsufficientPrivilege):
-            raise OutboxTableError(f"missing rights on {self.name}: {message}, for role {self.quoted_role}") from error
+            raise RightsMissing(
+                f"missing rights on {self.name}: {message}, for role {quote(self.role)}; "
+                "`outbox schema --grants` prints what it needs"
+            ) from error
         raise OutboxTableError(f"outbox table {self.name}: {message}") from error
+
+    def _refused(self, message: str) -> StoreUnavailable:
+        """Return the error for a statement that PostgreSQL refused, as row level security would hide rows from it."""
+        try:
+            refuse_hidden(self.query, self._secured_names)
+        except StoreUnavailable as error:  # RowsHidden, with the remedy
+            return error
+        return RowsHidden(
+            f"{message}, for role {quote(self.role)}: row level security was switched on or off at this moment, or a "
+            f"trigger of {self.name} meets it on another table; its function needs SET row_security = on"
+        )
 
     # -- the table as it is
 
@@ -237,8 +278,9 @@ class OutboxTable:
         """Check the table and return its layout.
 
         Raises:
-            OutboxTableError: if the table is missing, is no outbox, must not be harvested from here, or has holds that
-                we may not read.
+            OutboxTableError: if the table is missing, or is no outbox.
+            RightsMissing: if the role may not harvest it, or not read its holds.
+            RowsHidden: if row level security hides rows of it, its holds or its archive.
         """
         if not self.found[0].schema:
             self.close()  # another session may find it
@@ -250,22 +292,20 @@ class OutboxTable:
             raise OutboxTableError(f"{self.name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
         if not may_harvest:
-            raise OutboxTableError(
-                f"missing rights on {self.name}: harvesting needs SELECT, DELETE and UPDATE (leader_id); "
-                f"GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {self.quoted} TO {self.quoted_role}"
+            raise RightsMissing(
+                f"missing rights on {self.name}: harvesting needs SELECT, DELETE and UPDATE (leader_id); {self.grant()}"
             )
+        refuse_hidden(self.query, self._secured_names)
         self._warn_of_ids(cache, ids_may_repeat)
         for obstacle in self.obstacles():
             _log.warning(
-                "table %s has %s: records that it hides from role %s are not published, and publishing stops if it "
-                "keeps others from being marked or removed",
+                "table %s has %s: publishing stops if it keeps records from being marked or removed",
                 self.name,
                 obstacle,
-                self.quoted_role,
             )
         may_read, missing = self.inspect_holds()
         if not (may_read or missing):
-            raise OutboxTableError(
+            raise RightsMissing(
                 f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
             )
         by_address = kind == "r" and not ids_may_repeat
@@ -310,7 +350,7 @@ class OutboxTable:
         )
 
     def check_archive(self) -> None:
-        """Raise OutboxTableError if published rows cannot go into the archive."""
+        """Raise OutboxTableError or RightsMissing if published rows cannot go into the archive."""
         outbox = self.found_outbox
         archive, rotate = archive_beside(outbox).quoted, archive_rotation(outbox).quoted
         rows = self.query(sql.INSPECT_ARCHIVE, {"archive": archive, "rotate": f"{rotate}(integer)"})
@@ -321,17 +361,21 @@ class OutboxTable:
                 "outbox_django.operations.ArchivePublished"
             )
         if not all(rows[0]):
-            raise OutboxTableError(
+            raise RightsMissing(
                 f"missing rights on the archive: GRANT SELECT, INSERT ON TABLE {archive} TO {self.quoted_role}; "
                 f"GRANT EXECUTE ON FUNCTION {rotate}(integer) TO {self.quoted_role}"
             )
+
+    def grant(self) -> str:
+        """Return the statement that grants the rights on the outbox table."""
+        return f"GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {self.quoted} TO {self.quoted_role}"
 
     def grant_holds(self) -> str:
         """Return the statement that grants the rights on the table of holds."""
         return f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE {self.hold_name.quoted} TO {self.quoted_role}"
 
     def obstacles(self) -> list[str]:
-        """List policies, triggers and rules that may keep this role from marking and deleting rows that it can read."""
+        """List triggers and rules that may keep this role from marking and deleting rows that it can read."""
         return [what for (what,) in self.query(sql.OBSTACLES, {"name": self.quoted})]
 
     def new_rules(self) -> NewRules:
@@ -348,7 +392,7 @@ class OutboxTable:
         number, first = self.query(question, parameters)[0]
         if not number:
             return
-        obstacles = ", ".join(self.obstacles()) or "no policy, trigger or rule that could be seen is to blame"
+        obstacles = ", ".join(self.obstacles()) or "no trigger or rule that could be seen is to blame"
         raise self._remain(
             f"{number} published rows of {self.name} (the first is {first}) are still there after they were deleted: "
             f"{obstacles}"
@@ -359,8 +403,11 @@ class OutboxTable:
         """Raise RowsRemain if published rows cannot be deleted: a harvester that is started anew would repeat them."""
         try:
             yield
+        except RowsHidden:
+            raise  # it cannot be read either
         except (OutboxTableError, StoreUnavailable) as error:  # a foreign key, a trigger or a publication refuses it
-            if isinstance(error, OutboxTableError) or isinstance(error.__cause__, errors.ObjectNotInPrerequisiteState):
+            is_refusal = isinstance(error, OutboxTableError | RightsMissing)
+            if is_refusal or isinstance(error.__cause__, errors.ObjectNotInPrerequisiteState):
                 raise self._remain(f"published rows cannot be deleted: {error}") from error
             raise
 

@@ -417,7 +417,22 @@ def test_row_security_without_a_policy_is_a_problem(database, connection, run, m
     try:
         code, findings = run("doctor")
         assert code == 1
-        assert "row level security" in of(findings, "problem")["obstacle"]["detail"]
+        assert "row level security" in of(findings, "problem")["row security"]["detail"]
+        assert "DISABLE ROW LEVEL SECURITY" in of(findings, "problem")["row security"]["remedy"]
+        connection.execute("CREATE POLICY tenants ON outbox USING (id = 1)")
+        assert f'ALTER ROLE "{role}" BYPASSRLS' in of(run("doctor")[1], "problem")["row security"]["remedy"]
+        connection.execute("ALTER POLICY tenants ON outbox USING (true)")
+        _, findings = run("doctor")
+        assert "row security" not in of(findings, "problem")
+        assert "hide nothing" in of(findings, "ok")["row security"]["detail"]
+        connection.execute("ALTER TABLE outbox DISABLE ROW LEVEL SECURITY")
+        for table, verdict in {"outbox_hold": "problem", "outbox_event": "warning", "inbox": "warning"}.items():
+            connection.execute(f'GRANT ALL ON {table} TO "{role}"; ALTER TABLE {table} ENABLE ROW LEVEL SECURITY')
+            _, findings = run("doctor")
+            subject = "history" if table == "outbox_event" else "row security"
+            assert table in of(findings, verdict)[subject]["detail"]
+            connection.execute(of(findings, verdict)[subject]["remedy"])
+            assert subject not in of(run("doctor")[1], verdict)
     finally:
         connection.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
 

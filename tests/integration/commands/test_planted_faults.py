@@ -186,7 +186,7 @@ def test_more_faults_in_the_table(connection, find, fault):
         ("GRANT ALL ON outbox, outbox_hold TO {role}", "settled floor", "GRANT SELECT ON SEQUENCE"),
         (
             "GRANT ALL ON outbox, outbox_hold TO {role}; ALTER TABLE outbox ENABLE ROW LEVEL SECURITY",
-            "obstacle",
+            "row security",
             "row level security",
         ),
         ("GRANT ALL ON outbox, outbox_hold TO {role}; GRANT INSERT ON outbox TO {role}", "writers", "may insert"),

@@ -11,7 +11,7 @@ import pytest
 
 from outbox_core import Holds, OutboxRecord
 from outbox_core.cli import main
-from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, StoreUnavailable
+from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, RightsMissing, StoreUnavailable
 from outbox_core.schema import create_hold_sql
 from outbox_core.stores.interface import NewHold, RowQuery
 from outbox_core.stores.postgres.store import PostgresStore
@@ -355,7 +355,7 @@ def test_role_that_may_not_read_the_holds(scene):
     scene.hold("add", "t")
     with store_of_role(scene, "INSERT, UPDATE, DELETE") as store:
         grant = f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE "outbox_hold" TO "{store.role}"'
-        with pytest.raises(OutboxTableError, match="missing rights on outbox_hold") as raised:
+        with pytest.raises(RightsMissing, match="missing rights on outbox_hold") as raised:
             store.check()
         assert grant in str(raised.value)
         scene.execute(grant)

@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError
 
 from devstack.ports import free_port
 from outbox_core.election import Leadership, now
-from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxTableError, StoreUnavailable
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxTableError, RightsMissing, StoreUnavailable
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
 from outbox_core.harvest import harvester as harvester_module
 from outbox_core.metrics import HarvestMetrics
@@ -472,11 +472,11 @@ def test_missing_rights(scene, topic_name):
         scene.execute(f'GRANT SELECT, UPDATE, INSERT ON outbox TO "{role}"')
         dsn = psycopg.conninfo.make_conninfo(scene.database, user=role)
         harvester = scene.harvester(config={"data_source": dsn})
-        with pytest.raises(OutboxTableError, match=f'missing rights on outbox.*DELETE.*TO "{role}"'):
+        with pytest.raises(RightsMissing, match=f'missing rights on outbox.*DELETE.*TO "{role}"'):
             harvester.start()
         assert not harvest_threads()
         scene.execute(f'GRANT DELETE ON outbox TO "{role}"')
-        with pytest.raises(OutboxTableError, match=r"missing rights on outbox_hold.*GRANT SELECT"):
+        with pytest.raises(RightsMissing, match=r"missing rights on outbox_hold.*GRANT SELECT"):
             scene.harvester(config={"data_source": dsn}).start()
         assert not harvest_threads()
         scene.execute(f'GRANT SELECT ON outbox_hold TO "{role}"')

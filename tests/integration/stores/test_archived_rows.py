@@ -7,7 +7,7 @@ import psycopg
 import pytest
 
 from outbox_core.cli import main
-from outbox_core.errors import InvalidConfig, OutboxTableError
+from outbox_core.errors import InvalidConfig, OutboxTableError, RightsMissing
 from outbox_core.record import Header, OutboxRecord
 from outbox_core.retention.archive import RESTASH_HEADER, Archive, archive_statements, drop_archive_statements
 from outbox_core.retention.history import History
@@ -140,7 +140,7 @@ def test_printed_grants_suffice(scene, topic_name):
     try:
         scene.execute(grants_sql(NAME, "postgres", role).replace('FROM "postgres", ', "FROM "))
         scene.execute(f'REVOKE EXECUTE ON FUNCTION outbox_archive_rotate(integer) FROM "{role}"')
-        with pytest.raises(OutboxTableError, match="GRANT EXECUTE ON FUNCTION"):
+        with pytest.raises(RightsMissing, match="GRANT EXECUTE ON FUNCTION"):
             store.check()
         scene.execute(grants_sql(NAME, "postgres", role).replace('FROM "postgres", ', "FROM "))
         store.check()

@@ -11,7 +11,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, StoreUnavailable
 from outbox_core.schema import TableName, create_table_sql
 from outbox_core.stores.interface import Floor, HoldSet, RowId, RowQuery
 from outbox_core.stores.postgres import connection as sessions_module
@@ -234,7 +234,7 @@ def test_missing_right_on_the_schema(scene, topic_name):
     scene.execute(create_table_sql(TableName("outbox", "hidden")))
     store = PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role), "hidden.outbox")
     try:
-        with pytest.raises(OutboxTableError, match=r"rights on hidden\.outbox"):
+        with pytest.raises(RightsMissing, match=r"rights on hidden\.outbox"):
             store.check()
     finally:
         store.close()
