@@ -20,7 +20,7 @@ import pytest
 
 from devstack.proxy import TcpProxy
 from outbox_core.events import LeaderRevoked
-from outbox_core.kafka.topics import ensure_leader_topic, ensure_tracking_topic
+from outbox_core.kafka.topics import ensure_leader_topic
 from tests.harvesting import Scene, by_key, wait_until
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(400)]
@@ -85,7 +85,6 @@ class Stage:
         """Give the victim broker one role alone, and all others to other brokers."""
         kafka = {"bootstrap.servers": self.cluster.bootstrap}
         ensure_leader_topic(kafka, self.names.topic)
-        ensure_tracking_topic(kafka, self.tracking.topic)
 
         def broker(of):
             return VICTIM if of == role else OTHER
@@ -93,8 +92,8 @@ class Stage:
         group = self.cluster.coordinating_group_partition(self.names.group_id)
         self.cluster.move_leader(OFFSETS, group, broker("group coordinator"))
         self.cluster.move_leader(self.names.topic, 0, broker("leader topic"))
-        self.cluster.move_leader(self.tracking.topic, 0, OTHER)
         if self.delivery == "exactly-once":
+            self.cluster.move_leader(self.tracking.topic, 0, OTHER)
             self.cluster.move_coordinator(self.tracking.transactional_id, broker("transaction coordinator"))
         for partition, where in enumerate((OTHER, THIRD, broker("data"))):
             self.cluster.move_leader(self.topic, partition, where)
