@@ -348,6 +348,8 @@ class OutboxTable:
         try:
             yield
         except (OutboxTableError, StoreUnavailable) as error:  # a foreign key, a trigger or a publication refuses it
+            if isinstance(error.__cause__, errors.UndefinedTable) and not self.query(sql.INSPECT, (self.quoted,)):
+                raise self._missing() from error  # and not the archive's
             if isinstance(error, OutboxTableError) or isinstance(error.__cause__, errors.ObjectNotInPrerequisiteState):
                 raise self._remain(f"published rows cannot be deleted: {error}") from error
             raise
