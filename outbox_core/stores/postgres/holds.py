@@ -16,7 +16,7 @@ from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection
 from outbox_core.stores.postgres.conversion import array, key_as_held, with_oversized
 from outbox_core.stores.postgres.history import PostgresHistory
-from outbox_core.stores.postgres.table import OutboxTable
+from outbox_core.stores.postgres.table import OutboxMissing, OutboxTable
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class PostgresHolds:
                 found = table.query(sql.READ_HOLDS, parameters)
             except OutboxTableError as error:
                 self._has_table = None  # dropped, perhaps
-                if _is_about_rights(error) or self._find_table(warn=warn):
+                if _is_about_rights(error) or isinstance(error, OutboxMissing) or self._find_table(warn=warn):
                     raise
                 self._refuse_to_lose(error)
                 return None

@@ -56,6 +56,10 @@ _PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
 _ALTERED = (errors.FeatureNotSupported, errors.UndefinedColumn, errors.UndefinedFunction, errors.DatatypeMismatch)
 
 
+class OutboxMissing(OutboxTableError):
+    """The outbox table is not there."""
+
+
 class Layout(NamedTuple):
     """The properties of the table that statements depend on; `outbox` is `<schema>.<table>`."""
 
@@ -211,6 +215,8 @@ class OutboxTable:
             self._layout = None
             raise StoreUnavailable(f"table {self.name} was altered: {message}", in_doubt=True) from error
         self._layout = None  # the table that comes back may be another one
+        if isinstance(error, errors.UndefinedTable) and not self.query(sql.INSPECT, (self.quoted,)):
+            raise self._missing() from error  # it, and not only a table beside it
         if isinstance(error, errors.InsufficientPrivilege):
             raise OutboxTableError(f"missing rights on {self.name}: {message}, for role {self.quoted_role}") from error
         raise OutboxTableError(f"outbox table {self.name}: {message}") from error
@@ -290,8 +296,8 @@ class OutboxTable:
         may_read, columns = rows[0] if rows else (False, ())
         return may_read, [column for column in HOLD_COLUMNS if column not in columns]
 
-    def _missing(self) -> OutboxTableError:
-        return OutboxTableError(
+    def _missing(self) -> OutboxMissing:
+        return OutboxMissing(
             f"outbox table {self.name} does not exist in database {self.connected().info.dbname}; make it with "
             f"`outbox schema --table {self.name} --apply`, with Alembic or with `manage.py migrate`, or name the right "
             "one (--table, OUTBOX_TABLE, outboxTable, OUTBOX['TABLE'])"
@@ -348,8 +354,8 @@ class OutboxTable:
         try:
             yield
         except (OutboxTableError, StoreUnavailable) as error:  # a foreign key, a trigger or a publication refuses it
-            if isinstance(error.__cause__, errors.UndefinedTable) and not self.query(sql.INSPECT, (self.quoted,)):
-                raise self._missing() from error  # and not the archive's
+            if isinstance(error, OutboxMissing):
+                raise  # with all its rows
             if isinstance(error, OutboxTableError) or isinstance(error.__cause__, errors.ObjectNotInPrerequisiteState):
                 raise self._remain(f"published rows cannot be deleted: {error}") from error
             raise
