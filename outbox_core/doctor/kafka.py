@@ -12,6 +12,7 @@ from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry, TopicDescription, TopicHidden
 from outbox_core.kafka.clients import ConfigResource, KafkaConfig, KafkaError, KafkaException
 from outbox_core.kafka.errors import grant, principal_of
+from outbox_core.kafka.topics import has_spare_partitions
 from outbox_core.kafka.transactions import LOWER_TIMEOUT, TransactionsRefused, check_transactional_id
 from outbox_core.topic_names import topic_problem
 
@@ -119,15 +120,17 @@ class KafkaChecks:
         found = self._described(subject, topic)
         if isinstance(found, Finding):
             return [found]
-        policy = self._settings(topic).get("cleanup.policy", f"unknown: {grant('DESCRIBE_CONFIGS', self._config)}")
+        settings = self._settings(topic)
+        policy = settings.get("cleanup.policy", f"unknown: {grant('DESCRIBE_CONFIGS', self._config)}")
+        is_too_wide = has_spare_partitions(found.partitions, settings)
         wrong = self._wrong(subject, topic, found, {"READ", "WRITE", "DESCRIBE_CONFIGS"}, manifest_bytes)
-        if found.partitions > 1 or policy != "compact":
+        if is_too_wide or policy != "compact":
             wrong.append(
                 problem(
                     subject,
                     f"{topic} has {found.partitions} partition(s) and cleanup.policy={policy}, expected 1 and compact",
                     self._alter(topic, "cleanup.policy=compact")
-                    if found.partitions == 1
+                    if not is_too_wide
                     else "name a fresh trackingTopic (tracking_topic); if this one was in use: after "
                     "`outbox harvest --delivery at-least-once --drain`",
                 )

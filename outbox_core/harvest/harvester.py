@@ -42,7 +42,7 @@ from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.kafka.errors import grant
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
-from outbox_core.kafka.topics import TopicLimits, ensure_tracking_topic
+from outbox_core.kafka.topics import TopicLimits
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
@@ -148,7 +148,7 @@ class Harvester:
         check_connection(self.config.base_kafka_config)
         self._transactions = TransactionalIdentity.of(self.config, identity.outbox, self._reached)
         if self.config.delivery == "exactly-once":
-            ensure_tracking_topic(self.config.base_kafka_config, self._transactions.tracking_topic)
+            self._transactions.ensure_topic()
             self._transactions.new_producer().discard()  # finds wrong settings now
         self._commit_listener = self._parts.commit_listener(self._commits)
         parts.callback(self._topic_limits.close)  # a reference to this object keeps no Kafka client

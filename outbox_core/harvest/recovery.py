@@ -23,7 +23,7 @@ from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Opening
 from outbox_core.kafka.record_producer import RecordProducer
-from outbox_core.kafka.topics import ensure_tracking_topic, partition_count
+from outbox_core.kafka.topics import partition_count
 from outbox_core.kafka.tracking import ForeignLedger, Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended
 from outbox_core.printable import plural
@@ -56,7 +56,7 @@ class Recovery:
         Raises KafkaUnavailable, and TrackingTopicError for a topic that is not ours or lacks a right.
         """
         try:  # the topic may have been deleted, and created anew by the broker
-            ensure_tracking_topic(self._transactions.kafka, self._transactions.tracking_topic)
+            self._transactions.ensure_topic()
         except (KafkaUnavailable, TrackingTopicError) as error:
             return Ended(str(error))
         return self._settle(self._transactions, producer) or self._settle_shards()

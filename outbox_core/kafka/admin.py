@@ -15,6 +15,7 @@ from outbox_core.kafka.clients import (
     AclPermissionType,
     ClusterMetadata,
     ConfigResource,
+    ConfigSource,
     KafkaConfig,
     KafkaError,
     KafkaException,
@@ -193,9 +194,18 @@ class Inquiry:
 
     def settings_of(self, name: str, kind: Any = ConfigResource.Type.TOPIC) -> dict[str, str]:
         """Return the settings of a topic, or a broker, or raise KafkaException if we may not read them."""
+        return {setting: str(entry.value) for setting, entry in self._describe_settings(name, kind).items()}
+
+    def given_settings_of(self, topic: str) -> dict[str, str]:
+        """Return the settings that were given to a topic itself, or raise KafkaException if we may not read them."""
+        described = self._describe_settings(topic, ConfigResource.Type.TOPIC)
+        own = ConfigSource.DYNAMIC_TOPIC_CONFIG.value
+        return {setting: str(entry.value) for setting, entry in described.items() if entry.source == own}
+
+    def _describe_settings(self, name: str, kind: Any) -> dict[str, Any]:
         resource = ConfigResource(kind, name)
         answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
-        return {setting: str(entry.value) for setting, entry in self.wait_for(answer).items()}
+        return self.wait_for(answer)
 
     def describe(self, topic: str) -> TopicDescription | None:
         """Describe a topic, with our rights on it; None if it does not exist or is hidden from us."""

@@ -36,7 +36,7 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._acl import AclBindingFilter, AclOperation, AclPermissionType
-from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource, ConfigSource
 from confluent_kafka.admin._metadata import ClusterMetadata
 from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
@@ -53,8 +53,11 @@ __all__ = [
     "AclOperation",
     "AclPermissionType",
     "AdminClient",
+    "AlterConfigOpType",
     "ClusterMetadata",
+    "ConfigEntry",
     "ConfigResource",
+    "ConfigSource",
     "Consumer",
     "KafkaConfig",
     "KafkaError",

@@ -16,9 +16,16 @@ from outbox_core.kafka.errors import ErrorKind, grant, kind_of
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.row_topics import RowTopics
-from outbox_core.kafka.topics import partition_count
+from outbox_core.kafka.topics import ensure_tracking_topic, partition_count
 from outbox_core.kafka.torn_batches import published_rows, read_back
-from outbox_core.kafka.tracking import ForeignLedger, Ledger, ManifestNotRead, read_ledger, write_barrier
+from outbox_core.kafka.tracking import (
+    ForeignLedger,
+    Ledger,
+    ManifestNotRead,
+    holds_only_ours,
+    read_ledger,
+    write_barrier,
+)
 from outbox_core.kafka.transactions import Committed, Ended
 from outbox_core.stores.interface import StoredRecord
 
@@ -114,6 +121,14 @@ class TransactionalIdentity:
         """Return all shards that a relay of this outbox may ever have had."""
         width = partition_count(self.kafka, self.relay_topic) if self.relay_topic else 0
         return [self.of_shard(shard) for shard in range(width)]
+
+    def ensure_topic(self) -> None:
+        """Make the tracking topic if it is missing, and check it; raise KafkaUnavailable or TrackingTopicError."""
+
+        def is_ours() -> bool:
+            return holds_only_ours(self.kafka, self.group, self.tracking_topic, self.transactional_id)
+
+        ensure_tracking_topic(self.kafka, self.tracking_topic, is_ours)
 
     def new_producer(self) -> RecordProducer:
         """Make a producer for one term."""

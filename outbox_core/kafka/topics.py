@@ -6,8 +6,9 @@ out. Those that make a topic raise its kind's error, with the remedy, if it cann
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from outbox_core.kafka.admin import APPEAR_INTERVAL_SECONDS, Inquiry, TopicHidde
 from outbox_core.kafka.clients import (
     AclOperation,
     AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
     ConfigResource,
     KafkaConfig,
     KafkaError,
@@ -27,6 +30,8 @@ from outbox_core.kafka.clients import (
     make_admin,
 )
 from outbox_core.kafka.errors import NO_ANSWER, grant
+
+_log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 5.0
 _FENCED_INTERVAL_SECONDS = 0.5
@@ -87,11 +92,17 @@ def _refuse_compaction(inquiry: Inquiry, topic: str) -> None:
             )
 
 
-def ensure_tracking_topic(config: KafkaConfig, topic: str, *, width: int = 1) -> None:
+def ensure_tracking_topic(
+    config: KafkaConfig, topic: str, is_ours: Callable[[], bool] = lambda: False, *, width: int = 1
+) -> None:
     """Make the tracking topic of exactly-once delivery if it is missing, and check its settings.
 
     `width` is the number of transactional.ids, each with a partition of its own: 1 for a harvester, one for each of a
     relay's shards. A relay's topic with fewer partitions gets more.
+
+    A producer asks for a topic that was deleted, and a broker may make it by itself, with its own defaults. Such a
+    topic, to which nobody gave settings, gets ours if `is_ours` tells that nobody else uses it. It may have more
+    partitions than it needs: all but the first stay empty.
     """
     with Inquiry(config) as inquiry:
         if not inquiry.can_create():
@@ -99,20 +110,53 @@ def ensure_tracking_topic(config: KafkaConfig, topic: str, *, width: int = 1) ->
         partitions = _ensure(inquiry, _TRACKING_TOPIC._replace(partitions=width), topic)
         if partitions < width:
             _widen(inquiry, _TRACKING_TOPIC, topic, width)
-        elif width == 1 and partitions != 1:
-            why = f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
-            cure = "if this one was in use: after a drain in at-least-once delivery, which settles the last transaction"
-            raise TrackingTopicError(f"{why} ({cure})")
         try:
-            policy = inquiry.settings_of(topic)["cleanup.policy"]
+            settings, given = inquiry.settings_of(topic), inquiry.given_settings_of(topic)
         except KafkaException as error:
             needed = grant("DESCRIBE_CONFIGS", config)
             why = f"cannot read the settings of tracking topic {topic!r}: {_reason(inquiry, error)}; {needed}"
             raise TrackingTopicError(why) from None
+        policy, is_too_wide = settings["cleanup.policy"], width == 1 and has_spare_partitions(partitions, settings)
+        if (policy != "compact" or is_too_wide) and not given and is_ours():
+            _give_settings(inquiry, _TRACKING_TOPIC, topic, partitions)
+            return
+    if is_too_wide:
+        why = f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
+        cure = "if this one was in use: after a drain in at-least-once delivery, which settles the last transaction"
+        raise TrackingTopicError(f"{why} ({cure})")
     if policy != "compact":
         raise TrackingTopicError(
-            f"tracking topic {topic!r} has cleanup.policy={policy}, expected compact: the last manifest must not expire"
+            f"tracking topic {topic!r} has cleanup.policy={policy}, expected compact: the last manifest must not "
+            "expire; set it to compact"
         )
+
+
+def has_spare_partitions(partitions: int, settings: Mapping[str, str]) -> bool:
+    """Tell whether a harvester's tracking topic has several partitions, and no settings of ours: it may be another's.
+
+    With our settings it is ours, made by a broker, or widened since; only its first partition is used.
+    """
+    return partitions > 1 and not settings.items() >= _TRACKING_TOPIC_SETTINGS.items()
+
+
+def _give_settings(inquiry: Inquiry, kind: TopicKind, topic: str, partitions: int) -> None:
+    """Give a topic that a broker has made the settings of its kind."""
+    inquiry.extend(_ANSWER_SECONDS)  # somebody has looked into the topic meanwhile
+    entries = [
+        ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in kind.settings.items()
+    ]
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
+    made = f"{kind.name} {topic!r} was made by a broker, with {partitions} partition(s) and the brokers' settings"
+    try:
+        asked = inquiry.admin.incremental_alter_configs([resource], request_timeout=inquiry.remaining)
+        inquiry.wait_for(asked[resource])
+    except KafkaException as error:
+        policy = kind.settings["cleanup.policy"]
+        raise kind.error(
+            f"{made}, and cannot be given its own: {_reason(inquiry, error)}; set its cleanup.policy to {policy}, or "
+            f"{grant('ALTER_CONFIGS', inquiry.config)}"
+        ) from None
+    _log.warning("%s; it has its own settings now. Was it deleted? That may have repeated records", made)
 
 
 def ensure_dead_letter_topic(config: KafkaConfig, topic: str) -> None:

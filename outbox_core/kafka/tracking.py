@@ -22,18 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from outbox_core.errors import KafkaUnavailable, TrackingTopicError, must
 from outbox_core.kafka.clients import KafkaError, KafkaException, Message, TopicPartition, make_consumer
 from outbox_core.kafka.errors import grant, why_no_manifest
 from outbox_core.kafka.manifest import Manifest, Opening
-from outbox_core.kafka.reader import PartitionReader, reader_settings
+from outbox_core.kafka.reader import PartitionReader, partition_ends, reader_settings
 from outbox_core.kafka.transactions import Ended, TransactionalProducer
 
 _FIRST_STEP = 64
 _STEP_FACTOR = 16
 _BARRIER_SECONDS = 10.0
+_FIRST_RECORDS_SECONDS = 10.0
 _BARRIER = b'{"v":1,"barrier":true}'
 
 
@@ -95,6 +97,37 @@ def read_ledger(
         raise ManifestNotRead(error.args[0].str()) from None
     except KafkaUnavailable as error:
         raise ManifestNotRead(str(error)) from None
+
+
+def holds_only_ours(kafka: Mapping[str, Any], group: str, topic: str, transactional_id: str) -> bool:
+    """Tell whether each partition of a topic is empty, or begins with a record of a transactional.id or its shards.
+
+    Raises KafkaUnavailable if that cannot be found out.
+    """
+    settings = {**reader_settings(kafka, group), "isolation.level": "read_uncommitted"}
+    give_up_at = monotonic() + _FIRST_RECORDS_SECONDS
+
+    def check_patience() -> None:
+        if monotonic() >= give_up_at:
+            raise KafkaUnavailable(f"topic {topic!r} was not read in time")
+
+    def fail(error: KafkaError, _: str) -> None:
+        if error.fatal() or not error.retriable():
+            raise KafkaException(error)
+
+    try:
+        ends = partition_ends(settings, [topic], timeout_seconds=_FIRST_RECORDS_SECONDS)
+        with closing(make_consumer(settings)) as consumer:
+            for place, end in ends.items():
+                start = TopicPartition(*place, 0)
+                reader = PartitionReader(consumer, [start], {place: end}, on_error=fail, give_up=check_patience)
+                for [first] in reader:
+                    if not (first.key() or b"").startswith(transactional_id.encode()):
+                        return False
+                    break
+    except KafkaException as error:
+        raise KafkaUnavailable(f"topic {topic!r} cannot be read: {error.args[0].str()}") from None
+    return True
 
 
 class LedgerReader:

@@ -100,7 +100,7 @@ class Ended:
     reason: str
     cause: KafkaError | None = None  # of the abort that broke the producer, or of the manifest's refusal
     error: KafkaError | None = None  # any other error of Kafka
-    is_expiry: bool = False  # the brokers have forgotten an idle transactional.id: nothing is wrong, and nothing was sent
+    is_expiry: bool = False  # the brokers have forgotten an idle transactional.id, and nothing was sent
 
 
 Outcome = Committed | Aborted | Ended

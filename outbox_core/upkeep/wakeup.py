@@ -60,8 +60,14 @@ class CommitListener:
             except OutboxError as error:
                 self._outage.failed(error)
                 retry = min(_LONGEST_RETRY_SECONDS, retry * 2)
-                self._notices.wait(retry)
+                self._pause(retry)
         self._notices.dispose()
+
+    def _pause(self, seconds: float) -> None:
+        try:
+            self._notices.wait(seconds)
+        except OutboxError:  # of a process that has no descriptor left to wait with
+            time.sleep(_FIRST_RETRY_SECONDS)
 
     def _listen(self) -> None:
         self._notices.open()

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.clients import KafkaError, KafkaException, Producer, make_producer
 from outbox_core.outage import Outage
 from outbox_queue.config import QueueConfig
@@ -142,7 +143,12 @@ class MarkerWriter:
 
     def _replace_producer(self) -> None:
         """Go on with another client after a fatal error: the old one reports its undelivered records as failed."""
-        broken, self._producer = self._open(), self._make()
+        try:
+            made = self._make()
+        except KafkaUnavailable as error:  # the next retry tries again
+            self._outage.failed(error)
+            return
+        broken, self._producer = self._open(), made
         self._is_broken = False
         _log.warning("the producer of markers is broken, and is replaced")
         _take_back(broken)

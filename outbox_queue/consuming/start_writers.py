@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.clients import (
     Consumer,
     KafkaError,
@@ -78,11 +79,13 @@ class PlainStartWriter:
     def __init__(self, config: QueueConfig, consumer: Consumer) -> None:
         self._config = config
         self._consumer = consumer
-        self._producer = self._make()
+        self._producer: Producer | None = self._make()
 
     def close(self) -> None:
         """See `StartWriter`."""
-        discard(self._producer)
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            discard(producer)
 
     def _make(self) -> Producer:
         config = self._config
@@ -104,40 +107,51 @@ class PlainStartWriter:
             if error is not None:
                 errors.append(error)
 
+        producer = self._ready()
         try:
-            self._produce(markers, note)
-            self._flush(errors, seconds_left)
+            self._produce(producer, markers, note)
+            _flush(producer, errors, seconds_left)
         except KafkaException as error:
             # The old one would give the next markers the sequence numbers of these: a broker that has got these after
             # all would take the next for repeats, and acknowledge without writing (`outbox_core.kafka.transactions`).
-            discard(self._producer)
-            self._producer = self._make()
+            self.close()
             raise NotStarted(error.args[0].str(), error.args[0]) from None
         try:
             commit(self._config, self._consumer, offsets)
         except KafkaException as error:
             raise NotStarted(error.args[0].str(), error.args[0]) from None
 
-    def _produce(self, markers: Sequence[MarkerRecord], note: Callable[[KafkaError | None, object], None]) -> None:
-        topic, produce = self._config.marker_topic, self._producer.produce
+    def _ready(self) -> Producer:
+        if self._producer is None:
+            try:
+                self._producer = self._make()
+            except KafkaUnavailable as error:
+                raise NotStarted(str(error)) from None
+        return self._producer
+
+    def _produce(
+        self, producer: Producer, markers: Sequence[MarkerRecord], note: Callable[[KafkaError | None, object], None]
+    ) -> None:
+        topic, produce = self._config.marker_topic, producer.produce
         for partition, key, value in markers:
             while True:
                 try:
                     produce(topic, value, key, partition, note)
                 except BufferError:
-                    self._producer.poll(_SLICE_SECONDS)
+                    producer.poll(_SLICE_SECONDS)
                 else:
                     break
 
-    def _flush(self, errors: list[KafkaError], seconds_left: SecondsLeft) -> None:
-        while self._producer.flush(min(_SLICE_SECONDS, max(0.0, seconds_left()))):
-            if errors or seconds_left() <= 0:
-                self._producer.purge()
-                if self._producer.flush(_SLICE_SECONDS) and not errors:
-                    raise KafkaException(KafkaError(KafkaError._TIMED_OUT))  # noqa: SLF001  a public constant
-                break
-        if errors:
-            raise KafkaException(errors[0])
+
+def _flush(producer: Producer, errors: list[KafkaError], seconds_left: SecondsLeft) -> None:
+    while producer.flush(min(_SLICE_SECONDS, max(0.0, seconds_left()))):
+        if errors or seconds_left() <= 0:
+            producer.purge()
+            if producer.flush(_SLICE_SECONDS) and not errors:
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT))  # noqa: SLF001  a public constant
+            break
+    if errors:
+        raise KafkaException(errors[0])
 
 
 class TransactionalStartWriter:
@@ -196,10 +210,16 @@ class TransactionalStartWriter:
         return NotStarted(failure.reason, failure.error)
 
     def _ready(self, seconds_left: SecondsLeft) -> tuple[TransactionalProducer, Failure | None]:
-        """Return a producer whose next transaction no late end of another can meet, or the reason why there is none."""
+        """Return a producer whose next transaction no late end of another can meet, or the reason why there is none.
+
+        Raises NotStarted if none can be made.
+        """
         if self._producer is not None and self._producer.must_replace:
             self.close()
-        producer = self._producer = self._producer or transaction.transactional_producer(self._settings)
+        try:
+            producer = self._producer = self._producer or transaction.transactional_producer(self._settings)
+        except KafkaUnavailable as error:
+            raise NotStarted(str(error)) from None
         failure = None if self._is_ready else transaction.start(producer, max(0.0, seconds_left()))
         self._is_ready = failure is None
         return producer, failure

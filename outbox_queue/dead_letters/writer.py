@@ -11,6 +11,7 @@ import logging
 import threading
 from functools import partial
 
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.clients import KafkaError, KafkaException, Producer, make_producer
 from outbox_core.kafka.errors import NEVER_ACCEPTED, explained
 from outbox_queue.config import QueueConfig
@@ -75,7 +76,10 @@ class DeadLetterWriter:
             if error is not None:
                 errors.append(error)
 
-        producer = self._ready()
+        try:
+            producer = self._ready()
+        except KafkaUnavailable as error:
+            return KafkaError(KafkaError._TRANSPORT, str(error))  # noqa: SLF001  confluent's public constant
         if self._is_closed:
             self._producer = None  # `close`, which does not wait for us, has let go of an older one
         try:

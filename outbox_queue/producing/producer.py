@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from outbox_core.claims import ClaimCheck
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.clients import KafkaError, KafkaException, make_producer
 from outbox_core.kafka.clients import Producer as KafkaProducer
 from outbox_core.kafka.errors import MAYBE_DELIVERED
@@ -196,8 +197,12 @@ class Producer:
 
     def _refused(self, error: KafkaError) -> SendFailed:
         if error.fatal():  # the client is broken; its queue comes back as not delivered
+            try:
+                made = self._make()
+            except KafkaUnavailable as away:  # the next message tries again
+                return self._not_sent(f"{error.str()}; {away}")
             with self._reporting:
-                broken, self._producer = self._producer, self._make()
+                broken, self._producer = self._producer, made
             broken.purge()
             broken.flush(_SLACK_SECONDS)
         return self._not_sent(error.str())

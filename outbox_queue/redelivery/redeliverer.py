@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.transactions import GiveUp, TransactionalProducer, never
 from outbox_queue.config import QueueConfig
 from outbox_queue.protocol import headers as message_headers
@@ -87,7 +88,10 @@ class Redeliverer:
         """Fence the last owner of the partition; return None if that is done."""
         self.close()
         transactional_id = f"{TRACKER_GROUP}-{self._config.marker_topic}-{self._partition}"
-        producer = transaction.transactional_producer(transactional_settings(self._config, transactional_id))
+        try:
+            producer = transaction.transactional_producer(transactional_settings(self._config, transactional_id))
+        except KafkaUnavailable as error:
+            return Failure(str(error), is_over=True, is_refused=False)
         failure = transaction.start(producer, _PREPARE_SECONDS, give_up)
         if failure is None:
             self._producer = producer

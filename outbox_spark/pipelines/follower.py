@@ -34,6 +34,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
 from outbox_core.errors import (
+    ClientRefused,
     InvalidConfig,
     KafkaUnavailable,
     MissingExtra,
@@ -126,9 +127,9 @@ class Follower:
                 try:
                     self._run_query(once=once, stop=stop)
                     break
-                except _PERMANENT:
-                    raise
                 except OutboxError as error:
+                    if isinstance(error, _PERMANENT) and not self._may_pass(error):
+                        raise
                     self._metrics.failed(error)
                     self._failures += 1
                     if (once and self._failures == _ATTEMPTS) or self._repeats(error):
@@ -137,6 +138,10 @@ class Follower:
                     _log.warning("%s; trying again in %.0f s", error, pause)
                     stop.wait(pause)
         return self._metrics.counts
+
+    def _may_pass(self, error: OutboxError) -> bool:
+        """Tell whether settings that have made clients before make none now: a file that they name may be away."""
+        return isinstance(error, ClientRefused) and bool(self._metrics.counts)
 
     def _repeats(self, error: OutboxError) -> bool:
         """Tell whether the same cause, other than an outage, has come too often to pass by itself."""

@@ -27,6 +27,7 @@ from outbox_core.election.lease import now
 from outbox_core.errors import (
     InvalidConfig,
     InvalidRecord,
+    KafkaUnavailable,
     MarkedRowsFound,
     OutboxError,
     OutboxTableError,
@@ -184,6 +185,9 @@ class _Relay:
                 ranges = planner.next()
                 self._monitor.planned(len(planner.holds), is_idle=not ranges)
                 self._monitor.looks()
+            except KafkaUnavailable as error:  # the settings have made clients before: what they name may be away
+                self._wait_after(str(error))
+                continue
             except _PERMANENT:
                 raise
             except OutboxError as error:

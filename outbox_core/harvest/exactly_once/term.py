@@ -88,6 +88,7 @@ class Term:
         self._owes_batch = self._failures.batch.ends > 0
         self._server = ""  # ID of the database server
         self._ledger = Ledger()  # what the tracking topic says
+        self._was_at = -1  # the last manifest but one
         self._over_since: float | None = None
         self._patience = _PATIENCE_SECONDS  # with the next try
 
@@ -268,7 +269,7 @@ class Term:
         self._has_settled(outcome)
         if isinstance(outcome, Committed):
             self._succeed(records, took)
-            return None
+            return self._look_at_ledger()
         self._discard(outcome)
         if is_retry or failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
             failures.aborted(outcome, records, reports, took, is_retry=is_retry)
@@ -377,8 +378,14 @@ class Term:
     def _end(self, producer: RecordProducer) -> Outcome:
         outcome = producer.commit(self._is_late)
         if isinstance(outcome, Committed):
-            self._ledger = Ledger(offset=producer.manifest_offset)
+            self._was_at, self._ledger = self._ledger.offset, Ledger(offset=producer.manifest_offset)
         return outcome
+
+    def _look_at_ledger(self) -> Ended | None:
+        """End the term if the tracking topic was made anew meanwhile, by a broker perhaps: the next one checks it."""
+        if 0 <= self._ledger.offset <= self._was_at:
+            return Ended("the tracking topic was deleted and made anew; it is checked before the next transaction")
+        return None
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._publication_is_committed(records)

@@ -16,7 +16,7 @@ from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection, one_line
 from outbox_core.stores.postgres.conversion import array, key_as_held, with_oversized
 from outbox_core.stores.postgres.history import PostgresHistory
-from outbox_core.stores.postgres.table import OutboxTable
+from outbox_core.stores.postgres.table import OutboxMissing, OutboxTable
 
 _log = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ class PostgresHolds:
             parameters |= {"number": known.number, "versions": known.checksum}  # type: ignore[dict-item]
             try:
                 found = table.query(sql.READ_HOLDS, parameters)
-            except OutboxTableError:
+            except OutboxTableError as error:
                 self._has_table = None  # dropped, perhaps
-                if self._find_table(warn=warn):
+                if isinstance(error, OutboxMissing) or self._find_table(warn=warn):
                     raise
                 self._refuse_to_lose(error)
                 return None

@@ -65,6 +65,10 @@ _STATEMENTS = {
 _ALTERED = (errors.FeatureNotSupported, errors.UndefinedColumn, errors.UndefinedFunction, errors.DatatypeMismatch)
 
 
+class OutboxMissing(OutboxTableError):
+    """The outbox table is not there."""
+
+
 class Layout(NamedTuple):
     """The properties of the table that statements depend on; `outbox` is `<schema>.<table>`."""
 
@@ -250,6 +254,8 @@ class OutboxTable:
             self._layout = None
             raise StoreUnavailable(f"table {self.name} was altered: {message}", in_doubt=True) from error
         self._layout = None  # the table that comes back may be another one
+        if isinstance(error, errors.UndefinedTable) and not self.query(sql.INSPECT, (self.quoted,)):
+            raise self._missing() from error  # it, and not only a table beside it
         if isinstance(error, errors.InsufficientPrivilege):
             raise RightsMissing(
                 f"missing rights on {self.name}: {message}, for role {quote(self.role)}; "
@@ -342,8 +348,8 @@ class OutboxTable:
         may_read, columns = rows[0] if rows else (False, ())
         return may_read, [column for column in HOLD_COLUMNS if column not in columns]
 
-    def _missing(self) -> OutboxTableError:
-        return OutboxTableError(
+    def _missing(self) -> OutboxMissing:
+        return OutboxMissing(
             f"outbox table {self.name} does not exist in database {self.connected().info.dbname}; make it with "
             f"`outbox schema --table {self.name} --apply`, with Alembic or with `manage.py migrate`, or name the right "
             "one (--table, OUTBOX_TABLE, outboxTable, OUTBOX['TABLE'])"
@@ -406,6 +412,8 @@ class OutboxTable:
         except RowsHidden:
             raise  # it cannot be read either
         except (OutboxTableError, StoreUnavailable) as error:  # a foreign key, a trigger or a publication refuses it
+            if isinstance(error, OutboxMissing):
+                raise  # with all its rows
             is_refusal = isinstance(error, OutboxTableError | RightsMissing)
             if is_refusal or isinstance(error.__cause__, errors.ObjectNotInPrerequisiteState):
                 raise self._remain(f"published rows cannot be deleted: {error}") from error

@@ -12,7 +12,7 @@ from outbox_core.election import Leadership, now
 from outbox_core.errors import LeaderTopicError
 from outbox_core.events import LeaderAcquired
 from outbox_core.harvest import Harvester
-from outbox_core.harvest import harvester as harvester_module
+from outbox_core.kafka import identity
 from tests.harvesting import wait_until
 
 
@@ -62,7 +62,7 @@ def _threads():
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
 def test_failed_start_ends_all_threads(delivery, monkeypatch):
     """No thread, of Kafka clients or our own, outlives a start that failed."""
-    monkeypatch.setattr(harvester_module, "ensure_tracking_topic", lambda *_: None)  # the mock has no transactions
+    monkeypatch.setattr(identity, "ensure_tracking_topic", lambda *_: None)  # the mock has no transactions
     config = _config(delivery)
     before, ours = _threads(), threading.active_count()
     harvester = Harvester(config, store_factory=_Store, elector_factory=lambda _: _Elector())

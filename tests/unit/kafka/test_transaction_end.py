@@ -106,10 +106,9 @@ def client(monkeypatch):
 
 
 @pytest.mark.usefixtures("client")
-def test_a_coordinator_that_does_not_answer_ends_the_term(monkeypatch):
+def test_a_coordinator_that_does_not_answer_ends_the_term():
     """A coordinator that does not answer ends the term with Kafka's last error, though each call may be repeated."""
-    monkeypatch.setattr(recovery, "ensure_tracking_topic", lambda *_: None)
-    transactions = SimpleNamespace(timeout=0.05, relay_shards=list, kafka={}, tracking_topic="t")
+    transactions = SimpleNamespace(timeout=0.05, ensure_topic=lambda: None)
     ended = recovery.Recovery(transactions, lambda: False, None).settle(
         TransactionalProducer(_SETTINGS, timeout_seconds=1.0)
     )
