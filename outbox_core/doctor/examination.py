@@ -156,7 +156,8 @@ def _hiding(config: HarvestConfig, session: DatabaseSession) -> Iterator[Finding
         stops = "what it hides is not pruned" if is_inbox else "no harvester starts with it, and one that runs waits"
         yield (warning if is_inbox else problem)(
             _ROW_SECURITY,
-            f"{secured.description}, which hides rows from role {secured.role}, or keeps it from changing them: {stops}",
+            f"{secured.description}, which hides rows from role {secured.role}, or keeps it from changing them: "
+            f"{stops}",
             secured.shortest_remedy,
         )
 
