@@ -59,6 +59,8 @@ def queue_stats(config: QueueConfig, queue: str | None = None) -> list[QueueStat
     waiting: Counter[str] = Counter()
     for message in read_to_end(config, config.message_topic, {} if queue is None else committed.get(queue, {})):
         name = queue_name(message.key or b"")
+        if queue is not None and name != queue:
+            continue
         if name not in committed:
             # Lists of groups leave out those that we may not see; asked for by name, such a one is an error.
             committed[name] = _committed(config, group_of(name), config.message_topic)
