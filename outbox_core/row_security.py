@@ -97,7 +97,7 @@ class Secured(NamedTuple):
 
 
 def hides_sql(table: TableName) -> str:
-    """Return a condition in SQL: policies of a table hide rows from the session's role. It has parameters' `%%`."""
+    """Return a condition for statements with parameters: policies of a table hide rows from the session's role."""
     name = table.quoted.replace("'", "''").replace("%", "%%")
     oid = f"to_regclass('{name}')::oid"
     return f"({_HIDES.format(oid=oid).strip()})"

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _NAME = "kafka-outbox doctor"
 _DATABASE, _KAFKA, _ROW_SECURITY = "database", "Kafka", "row security"
-_STOPS = "a harvester does not start, and one that runs stands still, as it cannot know what else there is"
 _LATE_SECONDS = 30.0
 
 
@@ -147,24 +146,24 @@ def _hiding(config: HarvestConfig, session: DatabaseSession) -> Iterator[Finding
     """Check for row level security that hides rows from the role, or is deliberate and does not."""
     table, fetch = session.table, fetch_on(session.connection)
     needed = [table, session.holds, *([archive_beside(table)] if config.retention == "archive" else [])]
-    inbox = TableName("inbox", table.schema)
     with session.translated():
-        found = [(secured, problem) for secured in secured_tables(fetch, needed)]
-        found += [(secured, warning) for secured in secured_tables(fetch, [inbox])]
-    for secured, judge in found:
-        if secured.hides:
-            yield judge(
-                _ROW_SECURITY,
-                f"{secured.description}, which hides rows from role {secured.role}, or keeps it from changing them: "
-                + (_STOPS if judge is problem else "they cannot be pruned"),
-                secured.shortest_remedy,
-            )
-        else:
+        found, inbox = secured_tables(fetch, needed), secured_tables(fetch, [TableName("inbox", table.schema)])
+    for secured in [*found, *inbox]:
+        is_inbox = secured in inbox
+        if not secured.hides:
             yield fine(
                 _ROW_SECURITY,
                 f"the policies of table {secured.table} hide nothing from role {secured.role}; each statement is "
                 "followed by a look at them, which ALTER ROLE ... BYPASSRLS would spare",
             )
+            continue
+        stops = "what it hides is not pruned" if is_inbox else "no harvester starts with it, and one that runs waits"
+        yield (warning if is_inbox else problem)(
+            _ROW_SECURITY,
+            f"{secured.description}, which hides rows from role {secured.role}, or keeps it from changing them: "
+            f"{stops}",
+            secured.shortest_remedy,
+        )
 
 
 def _examine_notices(config: HarvestConfig, commands: Commands) -> Finding:

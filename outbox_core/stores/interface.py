@@ -478,6 +478,12 @@ class OutboxStore(Protocol):
         A row that a constraint keeps from being changed is held, and keeps its mark.
         """
 
+    def find_lost(self, leader_id: UUID, known: Collection[int], query: RowQuery) -> MarkedRows:
+        """Count the rows that `leader_id` marks, with other ids than known, among the first of a query, marked or not.
+
+        `mark` never returns them: somebody has put them back into the table, or has written the mark.
+        """
+
     def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
         """Return the rows of a query, by ascending id, unchanged."""
 

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from outbox_core.kafka.clients import KafkaException, TopicPartition, make_admin, make_consumer
+from outbox_core.kafka.errors import grant
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters.store import DeadLetters
 from outbox_queue.errors import QueueError
@@ -58,6 +59,8 @@ def queue_stats(config: QueueConfig, queue: str | None = None) -> list[QueueStat
     waiting: Counter[str] = Counter()
     for message in read_to_end(config, config.message_topic, {} if queue is None else committed.get(queue, {})):
         name = queue_name(message.key or b"")
+        if queue is not None and name != queue:
+            continue
         if name not in committed:
             # Lists of groups leave out those that we may not see; asked for by name, such a one is an error.
             committed[name] = _committed(config, group_of(name), config.message_topic)
@@ -137,7 +140,9 @@ def _committed(config: QueueConfig, group: str, topic: str) -> dict[int, int]:
         asked = [TopicPartition(topic, number) for number in partition_ends(config, topic)]
         found = consumer.committed(asked, timeout=_PATIENCE_SECONDS)
     except KafkaException as error:
-        raise QueueError(f"cannot read the offsets of group {group!r}: {error.args[0].str()}") from None
+        # The client is silent about a group that it may not see.
+        hint = f"; if it may not be seen: {grant('DESCRIBE', config.kafka, f'group {group!r}')}"
+        raise QueueError(f"cannot read the offsets of group {group!r}: {error.args[0].str()}{hint}") from None
     finally:
         consumer.close()
     for partition in found:

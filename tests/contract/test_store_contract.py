@@ -353,6 +353,22 @@ def test_an_id_that_comes_back_is_another_row(scene, store):
     assert list(marks(scene)) == [1, 2, 3]
 
 
+def test_lost_rows_are_found(scene, store):
+    """Rows that carry the leader's own mark are counted unless it knows them or leaves them out; others are not."""
+    put(scene, *[("t", f"k{n}") for n in range(6)])
+    scene.execute("UPDATE outbox SET leader_id = %s WHERE id <= 4", [OURS])
+    scene.execute("UPDATE outbox SET leader_id = %s WHERE id = 6", [THEIRS])
+    assert ids(store.mark(OURS, RowQuery(10))) == [5, 6]
+    assert store.find_lost(OURS, {5, 6}, RowQuery(10)) == (4, 1, 4)
+    assert store.find_lost(OURS, {1, 2, 5, 6}, RowQuery(10)) == (2, 3, 4)
+    assert store.find_lost(OURS, {1, 2, 5, 6}, RowQuery(10, without_keys={("t", "k2")})) == (1, 4, 4)
+    assert store.find_lost(OURS, set(), RowQuery(10, holds=HoldSet(topics=frozenset({"t"})))) == (0, 0, 0)
+    assert store.find_lost(OURS, {1}, RowQuery(2)) == (2, 2, 3)
+    assert store.find_lost(OURS, set(range(1, 7)), RowQuery(10)) == (0, 0, 0)
+    assert store.find_lost(THEIRS, set(), RowQuery(10)) == (0, 0, 0)
+    assert marks(scene) == dict.fromkeys(range(1, 7), OURS)
+
+
 def test_another_leader_takes_all(scene, store):
     """A leader marks rows of another one like any other rows, without a recovery."""
     put(scene, *(("t", str(n)) for n in range(5)))

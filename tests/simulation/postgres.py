@@ -329,6 +329,15 @@ class Store:
             batch: MarkedBatch = self._statement(select, update, changes=True)
         return batch
 
+    def find_lost(self, leader_id: UUID, known: Collection[int], _: RowQuery) -> MarkedRows:
+        def look() -> MarkedRows:
+            lost = [number for number, row in self._database.rows.items() if row.leader == leader_id]
+            lost = [number for number in lost if number not in known]
+            return MarkedRows(len(lost), min(lost, default=0), max(lost, default=0))
+
+        found: MarkedRows = self._statement(look)
+        return found
+
     def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
         found: list[StoredRecord] = []
 

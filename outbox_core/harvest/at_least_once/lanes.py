@@ -78,6 +78,11 @@ class Lanes:
         return set(self._returning.values())
 
     @property
+    def marked_ids(self) -> set[int]:
+        """The ids of all rows that may carry our mark: those in lanes, and those whose marks are being cleared."""
+        return {*self._held, *(row.id for row in self._returning)}
+
+    @property
     def has_ready(self) -> bool:
         """True if `take` would return a record."""
         return bool(self._ready)

@@ -60,8 +60,10 @@ from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.messages import Failure
 from outbox_core.printable import plural
 from outbox_core.stores.interface import (
+    NO_FLOOR,
     HoldSet,
     MarkedBatch,
+    MarkedRows,
     OutboxStore,
     RowId,
     RowQuery,
@@ -82,6 +84,8 @@ _TICK_SECONDS = 0.001
 _REPORTS_LATE_SECONDS = 2.0  # librdkafka looks for messages that are too old once a second
 _FIRST_RIVALS_BACKOFF_SECONDS = 0.05
 _LONGEST_RIVALS_BACKOFF_SECONDS = 5.0
+_LOOK_FOR_LOST_EVERY_SECONDS = 60.0
+_LOOK_FOR_LOST_REST = 60  # times as long as it took
 
 
 class _MarkRequest(NamedTuple):
@@ -99,6 +103,7 @@ class _Marked(NamedTuple):
     evidence: Evidence | None = None
     took: float = 0.0
     letters: Letters = NO_LETTERS
+    lost: MarkedRows | None = None
 
 
 class _Rows(NamedTuple):
@@ -135,6 +140,7 @@ class AtLeastOnce:
         self._request = _MarkRequest()
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._rivals_backoff = 0.0
+        self._look_for_lost_at = now() + _LOOK_FOR_LOST_EVERY_SECONDS
         self._settle: StoreCall[bool] = StoreCall(ctx.purger, ctx, PURGE)
         self._being_settled = _Rows([], [])
         self._to_settle = _Rows([], [])
@@ -241,6 +247,9 @@ class AtLeastOnce:
         query = RowQuery(limit, self._ctx.limits.mark_query_bytes, plan.floor, lanes, rows, topics, holds)
         leader_id = self.leader_id
         self._lanes.mark_starts()
+        if plan.floor is NO_FLOOR and now() >= self._look_for_lost_at:
+            self._start_looking_for_lost(query)
+            return
 
         def mark(store: OutboxStore) -> _Marked:
             evidence = plan.gather(store)
@@ -253,6 +262,30 @@ class AtLeastOnce:
 
         self._schedule.poll_starts()
         self._mark.start(mark)
+
+    def _start_looking_for_lost(self, query: RowQuery) -> None:
+        """Look for rows that carry our mark and are not in our hands, in place of a mark, which never returns them."""
+        leader_id, known, holds = self.leader_id, self._lanes.marked_ids, query.holds
+        self._request = _MarkRequest()
+
+        def look(store: OutboxStore) -> _Marked:
+            began = now()
+            lost = store.find_lost(leader_id, known, query)
+            return _Marked(_NOTHING_MARKED, holds, took=now() - began, lost=lost)
+
+        self._mark.start(look)
+
+    def _see_lost(self, lost: MarkedRows, took: float) -> None:
+        self._look_for_lost_at = now() + max(_LOOK_FOR_LOST_EVERY_SECONDS, _LOOK_FOR_LOST_REST * took)
+        if lost.number and not self._remark:
+            _log.warning(
+                "%s of the outbox (ids %d to %d) carry the mark of this leadership, which does not know them: they "
+                "were put back into the table with it, or a writer has set leader_id. All rows are marked anew",
+                plural(lost.number, "row"),
+                lost.first,
+                lost.last,
+            )
+            self._force_remark()
 
     def _marked_by(self, store: OutboxStore, leader_id: UUID, query: RowQuery) -> MarkedBatch:
         try:
@@ -280,6 +313,9 @@ class AtLeastOnce:
         except StoreUnavailable as error:
             self._schedule.retry_in(self._ctx.limits.io_error_backoff)
             self._remark_if_in_doubt(error)
+            return
+        if marked.lost is not None:
+            self._see_lost(marked.lost, marked.took)
             return
         self._release(failures.apply_holds(marked.holds, self._lanes))
         batch = marked.batch

@@ -268,6 +268,13 @@ SELECTED = "SELECT current_setting('outbox.selected', true)"
 # Not EXISTS, which forgets the order, and with it the index: the table may be full of dead rows.
 FINDS_ANY = f"SELECT (SELECT id {_CHOSEN} LIMIT 1) IS NOT NULL"
 
+# Rows that carry our mark and are not in our hands. No mark selects them; this walks as far as one would that begins at
+# the head of the table.
+FIND_LOST = f"""
+SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0)
+FROM (SELECT id, leader_id {_CHOSEN} LIMIT %(limit)s) AS earliest WHERE leader_id = %(leader_id)s
+"""
+
 SCAN = f"""
 WITH head AS MATERIALIZED (
     SELECT count(*) AS number, {_HEAD}
@@ -579,6 +586,7 @@ MARK_EXCLUSION = f"{WITHOUT_KEYS} AND {WITHOUT_ROWS} {WITHOUT_HELD}"
 SCAN_EXCLUSION = f"{WITHOUT_KEYS} {WITHOUT_HELD}"
 
 UNMARKED = "leader_id IS DISTINCT FROM %(leader_id)s"
+UNKNOWN = "NOT (id::bigint <@ %(known)s::int8multirange)"
 
 BY_ADDRESS = {"locator": "ctid", "locator_type": "tid"}
 BY_ID = {"locator": "id", "locator_type": "bigint"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -15,11 +15,21 @@ from psycopg.errors import FeatureNotSupported, InsufficientPrivilege, Undefined
 
 from outbox_core.errors import OutboxTableError, RightsMissing, RowsHeld, StoreUnavailable, must
 from outbox_core.schema import archive_rotation
-from outbox_core.stores.interface import NO_HOLDS, NO_LIMIT, Backlog, MarkedBatch, RowQuery, StoredRecord, WaitingRows
+from outbox_core.stores.interface import (
+    NO_HOLDS,
+    NO_LIMIT,
+    Backlog,
+    MarkedBatch,
+    MarkedRows,
+    RowQuery,
+    StoredRecord,
+    WaitingRows,
+)
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.conversion import (
     HeldParameters,
     array,
+    multirange,
     only_rows,
     with_oversized,
     without_keys,
@@ -176,6 +186,13 @@ class PostgresStore:
             if not self.holds.add_violations(error):
                 raise
         return self.table.execute(sql.RESET_FULFILLING, parameters, fulfilled=self.table.new_rules().fulfilled)
+
+    def find_lost(self, leader_id: UUID, known: Collection[int], query: RowQuery) -> MarkedRows:
+        """Count the rows that `leader_id` marks, and that are not known, among the first of a query, marked or not."""
+        parameters = {**self._parameters(query), "leader_id": leader_id, "known": multirange(known)}
+        exclusion = (sql.SCAN_EXCLUSION if _leaves_out(query) else "") + _only(query)
+        parts = {"others": sql.UNKNOWN, "exclusion": exclusion}
+        return MarkedRows(*self._timed(lambda: self.table.query(sql.FIND_LOST, parameters, **parts))[0])
 
     def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
         """Return the rows of a query, by ascending id, unchanged."""

@@ -22,6 +22,7 @@ from tests.harvesting import (
     FaultyProducer,
     assert_only_adjacent_repeats,
     by_key,
+    identity_of,
     wait_until,
 )
 
@@ -335,6 +336,28 @@ def test_lost_answers_of_the_database(scene, make_topic):
     scene.fill(topic, 300, keys=10)
     scene.drain(limits=QUICK | {"mark_query_records": 40}, store_factory=lambda: _LostAnswers(scene.database))
     assert_only_adjacent_repeats(scene.read(topic), 300)
+
+
+def test_rows_with_our_own_mark_that_are_put_back(scene, make_topic, monkeypatch, caplog):
+    """Rows that were copied while they were marked, and are put back, are published under load, and the log tells."""
+    monkeypatch.setattr("outbox_core.harvest.at_least_once.loop._LOOK_FOR_LOST_EVERY_SECONDS", 1.0)
+    monkeypatch.setattr("outbox_core.harvest.watermark._FROM_HEAD_BUSY_SECONDS", 1.0)
+    topic = make_topic()
+    with scene.running() as harvester:
+        scene.fill(topic, 20)
+        wait_until(lambda: scene.count() == 0, "it publishes")
+        scene.execute(
+            "INSERT INTO outbox (id, kafka_topic, kafka_key, leader_id) OVERRIDING SYSTEM VALUE"
+            " SELECT n, %s, 'back', %s FROM generate_series(3, 9) AS n",
+            [topic, harvester.leader_id],
+        )
+        while scene.count("kafka_key = 'back'"):
+            scene.fill(topic, 20)
+            assert scene.count() < 20_000, "they wait in vain"
+            time.sleep(0.05)
+        wait_until(lambda: scene.count() == 0, "the others go on")
+    assert caplog.text.count("7 rows of the outbox (ids 3 to 9) carry the mark of this leadership") == 1
+    assert [identity_of(message) for message in scene.read(topic) if message.key == b"back"] == list(range(3, 10))
 
 
 class _FailsOver(PostgresStore):

@@ -14,6 +14,7 @@ from outbox_core.record import OutboxRecord
 from outbox_queue import QueueService
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters.store import DeadLetters
+from outbox_queue.errors import QueueError
 from outbox_queue.operations.stats import queue_stats, waiting_messages
 from outbox_queue.redelivery.tracker import RedeliveryTracker
 from outbox_spark.config import ReplaySettings
@@ -363,3 +364,18 @@ def test_queues(queues, transactional):
             assert again.payload == second.payload
             again.ack()
         assert tracker.health().ok
+
+
+@pytest.mark.complete
+def test_groups_that_may_not_be_seen_are_not_taken_for_none(broker, queues):
+    """Statistics of all queues name the group that is hidden, instead of counting all of its messages as waiting."""
+    with QueueService(queues("producer")).queue(_QUEUE).producer() as producer:
+        producer.send(b"1")
+    assert [(row.queue, row.waiting) for row in queue_stats(queues("looker"))] == [(_QUEUE, 1)]
+    broker.revoke_everything("looker")
+    topics = queues("looker")
+    for topic in (topics.message_topic, topics.marker_topic, topics.dead_letters):
+        broker.grant("looker", TOPIC, topic, "READ")
+    broker.grant("looker", GROUP, "kafka-mq-redelivery", "DESCRIBE")
+    with pytest.raises(QueueError, match=f"offsets of group 'kafka-mq-{_QUEUE}'.*DESCRIBE"):
+        queue_stats(topics)

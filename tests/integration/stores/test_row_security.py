@@ -22,6 +22,8 @@ from outbox_core.schema import TableName, create_history_sql, create_inbox_sql, 
 from outbox_core.stasher import Stasher
 from outbox_core.stores.interface import NewEvent, NewHold, RowQuery
 from outbox_core.stores.postgres.store import PostgresStore
+from outbox_spark.postgres.connection import connect
+from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from tests.harvesting import Scene
 
 _ME = uuid4()
@@ -235,6 +237,42 @@ def test_policy_that_changes_under_a_watched_statement(scene, source, role):
             store.delete_published([1, 2, 3], times)
         scene.execute("ALTER POLICY everything ON outbox USING (true)")
         assert len(store.scan(RowQuery(10))) == 3
+
+
+@pytest.mark.parametrize("policies", [[], ["CREATE POLICY everything ON outbox USING (true)"]])
+def test_shards_of_a_relay_are_not_read_in_part(scene, source, policies):
+    """A relay's task neither takes a shard for exhausted nor the table for empty while a policy hides rows."""
+    for statement in policies:
+        scene.execute(statement)
+        secure(scene, "outbox")
+    scene.fill("t", 4)
+    with closing(ShardStore(source)) as store:
+        store.check()
+        shard = ShardRange(0, 1)
+        assert len(store.scan_shard(RowQuery(10), shard)) == sum(map(len, store.read_shard(0, 1))) == store.highest_id()
+        if policies:
+            scene.execute("ALTER POLICY everything ON outbox USING (id = 1)")
+        else:
+            secure(scene, "outbox")
+        for question in (
+            store.highest_id,
+            partial(store.scan_shard, RowQuery(10), shard),
+            lambda: list(store.read_shard(0, 1)),
+        ):
+            with pytest.raises(RowsHidden):
+                question()
+
+
+def test_pipelines_conclude_nothing_from_hidden_positions(scene, source):
+    """A pipeline's session is refused rows that a policy would hide, unless policies hide nothing."""
+    secure(scene, "inbox")
+    connection, _ = connect(source, TableName("inbox"), what="test")
+    with connection, pytest.raises(psycopg.errors.InsufficientPrivilege, match="row-level security"):
+        connection.execute("SELECT count(*) FROM public.inbox")
+    scene.execute("CREATE POLICY everything ON inbox USING (true)")
+    connection, _ = connect(source, TableName("inbox"), what="test")
+    with connection:
+        assert connection.execute("SELECT count(*) FROM public.inbox").fetchone() == (0,)
 
 
 def test_history_under_row_security(scene, source, caplog):

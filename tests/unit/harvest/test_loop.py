@@ -25,7 +25,7 @@ from outbox_core.kafka.clients import KafkaError, KafkaException
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
-from outbox_core.stores.interface import NO_FLOOR, HoldSet, MarkedBatch, StoredRecord, lane_of, row_id
+from outbox_core.stores.interface import NO_FLOOR, HoldSet, MarkedBatch, MarkedRows, StoredRecord, lane_of, row_id
 
 TURN_SECONDS = 0.1
 DELIVERY_SECONDS = 3.0
@@ -95,6 +95,10 @@ class Table:
         self.log.append(("mark", [row.id for row in selected]))
         self._raise("mark")
         return MarkedBatch(len(selected), [row for row in selected if self.marks[row.id] == leader_id])
+
+    def find_lost(self, leader_id, known, _):
+        lost = [each for each in self.rows if self.marks.get(each) == leader_id and each not in known]
+        return MarkedRows(len(lost), min(lost, default=0), max(lost, default=0))
 
     def purge(self, leader_id, ids, create_times):
         assert len(ids) == len(create_times)
@@ -453,6 +457,26 @@ def test_rows_that_may_be_marked_unknown_to_us_are_marked_anew(world, statement)
     world.run(*[None] * 10, world.deliver, None, None)
     assert world.client.sent == [1]
     assert not world.table.rows
+
+
+def test_rows_with_our_own_mark_that_come_back_are_marked_anew(world, caplog):
+    """Rows that carry the leader's mark, and that it does not know, are found after a minute; known ones are not."""
+    world.table.add("a", "b")
+
+    def put_back():
+        world.table.add("c", "d")
+        world.table.marks.update({3: world.loop.leader_id, 4: world.loop.leader_id})
+
+    def wait_a_minute():
+        assert world.sent == [1, 2], "no mark returns them"
+        world.time += 61.0
+
+    world.run(
+        None, None, put_back, None, None, wait_a_minute, None, None, world.deliver, *[None] * 6, world.deliver, None
+    )
+    assert world.sent == [1, 2, 3, 4]
+    assert caplog.text.count("2 rows of the outbox (ids 3 to 4) carry the mark of this leadership") == 1
+    assert caplog.text.count("carry the mark") == 1
 
 
 def test_a_mark_that_the_holds_refuse_reads_them_again(world):
