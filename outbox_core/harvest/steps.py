@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 READ: Final = "read the outbox table"
-ASK: Final = "ask the database"
+ASK: Final = "read the outbox's holds and marks"
 DELETE: Final = "delete published rows"
 
 BEGIN: Final = "settle what the last leader began"
@@ -34,6 +34,7 @@ class Step(NamedTuple):
 
 MARK: Final = Step("a mark", READ)
 SCAN: Final = Step("a scan", READ)
+LOOK: Final = Step("a look at what waits", READ)
 PURGE: Final = Step("a purge", DELETE)
 DEAD_LETTERS: Final = Step("the deletion of dead letters", DELETE)
 HOLDS: Final = Step("the reading of holds", ASK)

@@ -52,7 +52,7 @@ from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.failures.policy import Decision, decide
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
-from outbox_core.harvest.steps import MARK, PURGE
+from outbox_core.harvest.steps import LOOK, MARK, PURGE
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
@@ -322,7 +322,8 @@ class AtLeastOnce:
         if not self._drain or self._lanes.held or self._failures.backoffs:
             return
         try:
-            self.drained = self._ctx.marker.submit(nothing_waits).result()
+            with self._ctx.metrics.activity.statement(*LOOK):
+                self.drained = self._ctx.marker.submit(nothing_waits).result()
         except StoreUnavailable as error:
             self._ctx.database.failed(error, self._ctx.marker)
             self._remark_if_in_doubt(error)
