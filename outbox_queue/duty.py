@@ -7,6 +7,10 @@ It leaves only if a broker does not answer it. What fails although every broker 
 want of a right, in a partition without a leader, or behind the open transaction of a member that died. If no broker
 answers, it could not even leave.
 
+All members of a group are at work, each on its own partitions, and an outage for all meets all of them at once. So that
+not all leave at once, the first in the order of their IDs waits until the others have left: it finds itself alone, and
+stays. Should all have left all the same, the first that comes back is seen by the others, which stay out.
+
 Leaving is a plain unsubscription, as at the end: members of kafka-mq-go see nothing else.
 """
 
@@ -16,14 +20,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
-from outbox_core.errors import KafkaUnavailable, OutboxError
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry
-from outbox_core.kafka.clients import KafkaError
-from outbox_core.kafka.duty import Duty
+from outbox_core.kafka.duty import ASK_SECONDS, Duty
 from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
+from outbox_core.outage import Outage
 from outbox_queue.config import QueueConfig
 from outbox_queue.protocol.clients import common_settings
 
@@ -32,25 +36,43 @@ LEAVE_SECONDS: Final = 2.0
 
 _LOOK_SECONDS = 1.0
 _HELD_UP_SECONDS = 5.0  # between two looks: this process had no CPU, and nothing is known of its links
-_CHECK_SECONDS = 3.0  # between two checks of the brokers that are read from
-_ASK_SECONDS = 3.0
-_REACH_SECONDS = 5.0  # half of it for the list of brokers
+_QUIET_SECONDS = 10.0  # without a record of a partition: then its leader is asked
+_ANSWERS_LAST_SECONDS = 5.0
+_SUSPECT_SECONDS = 12.0  # of failure: then the brokers that do not answer are looked for
+_SEARCH_SECONDS = 10.0  # between two such searches
+_FIRST_STAYS_SECONDS = 8.0  # longer than the others need to look, to ask and to leave
+_MEMBERS_SECONDS = 3.0
+_REACH_SECONDS = 8.0  # half of it for the list of brokers; less than what is left of the patience by then
 
 _READ = "read"
 
 _log = logging.getLogger(__name__)
 
 
-def suspecting(config: QueueConfig, duty: GroupDuty) -> dict[str, Callable[[KafkaError], None]]:
-    """Return the setting of a consumer by which its errors make a duty check the brokers; the user's own goes on."""
-    users = config.kafka.get("error_cb")
+class _Answers:
+    """Which brokers do not answer, asked at most once in a while for all members of a process."""
 
-    def on_error(error: KafkaError) -> None:
-        duty.suspect(error)
-        if users is not None:
-            users(error)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while brokers are asked: the others wait for the same answer
+        self._known: dict[str, tuple[float, list[str]]] = {}
 
-    return {"error_cb": on_error}
+    def silent(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return the brokers that do not answer. Raises KafkaUnavailable if none does."""
+        key = repr(sorted(settings.items(), key=lambda one: one[0]))
+        with self._lock:
+            asked_at, silent = self._known.get(key, (float("-inf"), []))
+            if time.monotonic() - asked_at > _ANSWERS_LAST_SECONDS:
+                silent = unreachable_brokers(settings, _REACH_SECONDS)
+                self._known[key] = time.monotonic(), silent
+            return silent
+
+
+_answers = _Answers()
+
+
+def silent_brokers(settings: Mapping[str, Any]) -> list[str]:
+    """Return the brokers that do not answer, as asked seconds ago at most. Raises KafkaUnavailable if none does."""
+    return _answers.silent(settings)
 
 
 class GroupDuty:
@@ -76,12 +98,16 @@ class GroupDuty:
         self._lock = threading.Lock()  # held for moments
         self._partitions: frozenset[int] = frozenset()
         self._work_of: dict[str, int] = {}  # work -> its partition
-        self._suspected_at: float | None = None  # since a client reported an error, until every broker answers
-        self._checked_at = 0.0
+        self._well_at: dict[int, float] = {}  # partition -> when it was read, or its leader answered
+        self._searched_at = self._asked_at = 0.0
+        self._silent: list[str] = []  # the brokers that do not answer, as found last
+        self._member_id: str | None = None
+        self._overdue_at: float | None = None  # since Kafka was asked first who is there
         self._leaving = ""  # why it should leave; '' if it should not
         self._reason = ""  # why it has left
         self._left_at = 0.0
         self._is_deserted = False  # while it is out: nobody else is in the group
+        self._outage = Outage(f"watching over {name} in group {group}", _log)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"outbox-duty-{group}", daemon=True)
 
@@ -128,16 +154,16 @@ class GroupDuty:
 
     def has_read(self, partition: int) -> None:
         """Take in that records, or the end, of a partition of the group's topic were read."""
+        self._well_at[partition] = time.monotonic()
         self.succeeded(_READ, partition)
 
-    def suspect(self, _: KafkaError) -> None:
-        """Take in an error of the client that reads: the brokers that it reads from are checked."""
-        self._suspected_at = self._suspected_at or time.monotonic()
-
-    def assigned(self, partitions: Iterable[int]) -> None:
+    def assigned(self, partitions: Iterable[int], member_id: str | None = None) -> None:
         """Take in which partitions the group has given to this member; none if it has lost its place."""
         with self._lock:
+            self._member_id = member_id
             self._partitions = frozenset(partitions)
+            now = time.monotonic()
+            self._well_at = {one: self._well_at.get(one, now) for one in self._partitions}
             for work in [work for work, partition in self._work_of.items() if partition not in self._partitions]:
                 self._duty.dropped(work)
                 del self._work_of[work]
@@ -172,6 +198,7 @@ class GroupDuty:
             self._reason, self._leaving = self._leaving, ""
             self._left_at = time.monotonic()
             self._is_deserted = False
+            self._overdue_at, self._silent = None, []
             self._duty.left(self._left_at)
         text = "%s leaves group %s to its other members: %s; it joins again when every broker answers it"
         _log.warning(text, self._name, self._group, self._reason)
@@ -206,8 +233,10 @@ class GroupDuty:
             if time.monotonic() - looked_at < _HELD_UP_SECONDS:
                 try:
                     self._look()
-                except OutboxError as error:  # a client cannot be made, say: asked again
-                    _log.debug("%s: %s", self._name, error)
+                except Exception as error:  # a client cannot be made, say: asked again
+                    self._outage.failed(error)
+                else:
+                    self._outage.recovered()
             looked_at = time.monotonic()
 
     def _look(self) -> None:
@@ -215,65 +244,84 @@ class GroupDuty:
             self._look_from_outside()
             return
         self._check_readers()
+        self._find_silent()
         with self._lock:
-            is_time = not self._leaving and self._duty.should_ask(time.monotonic())
-        if not is_time:
-            return
+            now = time.monotonic()
+            is_time = not self._leaving and bool(self._silent) and self._duty.should_ask(now)
+            if not self._duty.overdue(now):
+                self._overdue_at = None
+        if is_time:
+            self._consider_leaving()
+
+    def _find_silent(self) -> None:
+        """Find the brokers that do not answer, once some work fails for a while; before the patience is over."""
+        with self._lock:
+            now = time.monotonic()
+            longest = max(self._duty.owed(now).values(), default=0.0)
+        if longest < _SUSPECT_SECONDS:
+            self._silent = []
+        elif now - self._searched_at >= _SEARCH_SECONDS:
+            try:
+                self._silent = silent_brokers(self._settings)
+            except KafkaUnavailable as error:
+                _log.debug("%s: %s", self._name, error)
+                self._silent = []
+            self._searched_at = time.monotonic()
+
+    def _consider_leaving(self) -> None:
         members = self._members()
         with self._lock:
-            overdue = self._duty.overdue(time.monotonic())
-            if not self._duty.should_leave(members, time.monotonic()):
+            now = time.monotonic()
+            self._overdue_at = self._overdue_at or now
+            if not self._duty.should_leave(None if members is None else len(members), now):
                 return
-        try:
-            silent = unreachable_brokers(self._settings, _REACH_SECONDS)
-        except KafkaUnavailable:
-            return
-        if silent:
-            work, seconds = max(overdue.items(), key=lambda one: one[1])
-            answers = "does" if len(silent) == 1 else "do"
-            reason = f"for {seconds:.0f} s it could not {work}, and {' and '.join(silent)} {answers} not answer it"
-            with self._lock:
-                if self._duty.should_leave(members, time.monotonic()):
-                    self._leaving = reason
+            is_first = bool(members) and min(members or ()) == self._member_id
+            if is_first and now - self._overdue_at < _FIRST_STAYS_SECONDS:
+                return
+            work, seconds = max(self._duty.overdue(now).items(), key=lambda one: one[1])
+            answers = "does" if len(self._silent) == 1 else "do"
+            brokers = " and ".join(self._silent)
+            self._leaving = f"for {seconds:.0f} s it could not {work}, and {brokers} {answers} not answer it"
 
     def _look_from_outside(self) -> None:
         with self._lock:
             is_time = self._duty.should_probe(time.monotonic())
-        if not is_time:
-            return
-        members = self._members()
-        try:
-            is_able = not unreachable_brokers(self._settings, _REACH_SECONDS)
-        except KafkaUnavailable:
-            is_able = False
-        self._is_deserted = members == 0
-        with self._lock:
-            self._duty.probed(time.monotonic(), is_able=is_able)
+        if is_time:
+            try:
+                is_able = not unreachable_brokers(self._settings, _REACH_SECONDS)
+            except KafkaUnavailable:
+                is_able = False
+            with self._lock:
+                self._duty.probed(time.monotonic(), is_able=is_able)
+        if time.monotonic() - self._asked_at >= ASK_SECONDS:
+            members = self._members()
+            self._asked_at = time.monotonic()
+            self._is_deserted = members is not None and not members
 
     def _check_readers(self) -> None:
-        """Find the brokers that are read from and do not answer: without a record to read, nothing else would tell."""
-        suspected_at, now = self._suspected_at, time.monotonic()
-        if suspected_at is None or now - self._checked_at < _CHECK_SECONDS:
+        """Ask the leaders of partitions that nothing was read from lately: perhaps there is nothing to read."""
+        now, well_at = time.monotonic(), self._well_at
+        quiet = [one for one, at in list(well_at.items()) if now - at >= _QUIET_SECONDS]
+        if not quiet:
             return
-        partitions = self._partitions
+        silent: dict[tuple[str, int], str] = {}
         try:
-            silent = unreachable_leaders(self._settings, [(self._topic, one) for one in partitions], _REACH_SECONDS)
-        except KafkaUnavailable:
+            if silent_brokers(self._settings):
+                silent = unreachable_leaders(self._settings, [(self._topic, one) for one in quiet], _REACH_SECONDS)
+        except KafkaUnavailable as error:
+            _log.debug("%s: %s", self._name, error)
             return
-        finally:
-            self._checked_at = time.monotonic()
-        for one in partitions:
+        for one in quiet:
             if (self._topic, one) in silent:
-                self._tried(_READ, one, suspected_at)
+                self._tried(_READ, one, well_at[one])
             else:
+                well_at[one] = now
                 self.succeeded(_READ, one)
-        if not silent:
-            self._suspected_at = None
 
-    def _members(self) -> int | None:
-        """Return the number of members of the group, None if Kafka does not say."""
+    def _members(self) -> frozenset[str] | None:
+        """Return the members of the group, None if Kafka does not say."""
         try:
-            with Inquiry(self._settings, _ASK_SECONDS) as inquiry:
-                return inquiry.members(self._group)
+            with Inquiry(self._settings, _MEMBERS_SECONDS) as inquiry:
+                return inquiry.member_ids(self._group)
         except KafkaUnavailable:
             return None

@@ -63,7 +63,7 @@ def _prepare_and_redeliver(self: Redeliverer, entries: Any, give_up: Any) -> Any
 def _assign_as_it_was(self: GroupMember, consumer: Any, partitions: Any) -> None:
     """Believe that an assignment begins with nothing paused."""
     consumer.assign(partitions)
-    self._duty.assigned(partition.partition for partition in partitions)
+    self._duty.assigned((partition.partition for partition in partitions), consumer.memberid())
     self._is_paused = False
 
 

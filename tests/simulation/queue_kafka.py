@@ -132,9 +132,9 @@ class QueueCluster(Cluster):
 
     # -- members
 
-    def members_of(self, group_id: str) -> list[str]:
-        """Return the names of a group's members."""
-        return sorted(self._groups[group_id].members) if group_id in self._groups else []
+    def members_of(self, group_id: str) -> frozenset[str]:
+        """Return the IDs of a group's members."""
+        return frozenset(self._groups[group_id].members) if group_id in self._groups else frozenset()
 
     def join_queue(self, broker: int, who: Who, topic: str, session: float, respond: Respond) -> None:
         """Join; the answer, (code, generation, partitions), comes when all members have given up theirs."""
@@ -265,8 +265,8 @@ def _silent(timeout_seconds: float) -> list[int]:
     return silent
 
 
-def members_of(group_id: str, timeout_seconds: float) -> int | None:
-    """Return the number of a group's members, None if its coordinator does not answer."""
+def members_of(group_id: str, timeout_seconds: float) -> frozenset[str] | None:
+    """Return the IDs of a group's members, None if its coordinator does not answer."""
     process: Any = current().process
     cluster = process.world.cluster
     coordinator = cluster.brokers[cluster.offsets.leader]
@@ -274,7 +274,8 @@ def members_of(group_id: str, timeout_seconds: float) -> int | None:
         current().wait(timeout_seconds)
         return None
     current().wait(0.01)
-    return len(cluster.members_of(group_id))
+    members: frozenset[str] = cluster.members_of(group_id)
+    return members
 
 
 def _at_call(what: str) -> None:
@@ -502,6 +503,10 @@ class Consumer(clients.Consumer):
         """Leave the group, once the next poll has told of the partitions that are revoked."""
         member: Any = self._member
         member.leave_when_told()
+
+    def memberid(self) -> str:
+        """Return the ID of this member."""
+        return self.consumer_group_metadata()[1]
 
     def consumer_group_metadata(self) -> Who:
         """Return what a transaction says about this member."""

@@ -125,6 +125,14 @@ SITUATION: Mapping[str, Any] = MappingProxyType({})
 _SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONCE", 20), (in_progress, "_SLACK", 8))
 """Batches and limits of the product that are small here, so that much happens between two of them."""
 
+_ANSWERS: tuple[tuple[Any, str, Any], ...] = (
+    (duty, "silent_brokers", lambda settings: unreachable_brokers(settings, duty._REACH_SECONDS)),
+    (duty, "unreachable_brokers", unreachable_brokers),
+    (duty, "unreachable_leaders", unreachable_leaders),
+    (duty.GroupDuty, "_members", lambda self: members_of(self._group, duty._MEMBERS_SECONDS)),
+)
+"""Answers of the network in the place of those of real clients."""
+
 SENTINELS_IN_LOG = {
     "consumer could not start messages": "messages are not started yet",
     "starting took too long": "took longer than redelivery_timeout",
@@ -847,18 +855,12 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
 
     handler, doubles = _Log(simulation), {"Producer": queue_kafka.Producer, "Consumer": queue_kafka.Consumer}
     doubles["AdminClient"] = clients.AdminClient
-    answers = (unreachable_brokers, unreachable_leaders)
     logs = [logging.getLogger(name) for name in ("outbox_core", "outbox_queue")]
     before = [(log, log.level, log.propagate) for log in logs]
     with ExitStack() as stack:
         for name, double in doubles.items():
             stack.enter_context(patch.object(product_clients, name, double))
-        for double in answers:
-            stack.enter_context(patch.object(duty, double.__name__, double))
-        stack.enter_context(
-            patch.object(duty.GroupDuty, "_members", lambda self: members_of(self._group, duty._ASK_SECONDS))
-        )
-        for small in _SMALL:
+        for small in (*_SMALL, *_ANSWERS):
             stack.enter_context(patch.object(*small))
         stack.enter_context(patch.object(MarkerPartition, "_read_tick", reading))
         stack.enter_context(patch.object(MarkerPartition, "take_expired", taking))
