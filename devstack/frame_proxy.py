@@ -29,7 +29,7 @@ from enum import Enum, IntEnum
 from functools import cached_property
 from typing import Any
 
-from devstack.proxy import TcpProxy, cancel_all, close_with_reset, new_socket
+from devstack.proxy import Direction, TcpProxy, cancel_all, close_with_reset, new_socket
 
 _CHUNK = 256 * 1024
 _LONGEST_FRAME = 256 * 1024 * 1024
@@ -406,13 +406,13 @@ class FrameProxy(TcpProxy):
                 self._seen[_HEADER.unpack_from(frame, _LENGTH.size)[0]] += 1
                 rule = self._rule_for(frame) if self._rules else None
                 if rule is not None:
-                    await self._forward(server, passing)
+                    await self._forward(Direction.REQUESTS, server, passing)
                     passing.clear()
                     await self._act(rule, Request(frame), server)
                 else:
                     passing += frame
-            await self._forward(server, passing)
-        await self._open.wait()
+            await self._forward(Direction.REQUESTS, server, passing)
+        await self._gates[Direction.REQUESTS].wait()
         with suppress(OSError):
             server.shutdown(socket.SHUT_WR)
 
@@ -420,15 +420,9 @@ class FrameProxy(TcpProxy):
         """Forward whole answers."""
         while chunk := await self._loop.sock_recv(server, _CHUNK):
             unread += chunk
-            await self._forward(client, b"".join(_frames(unread)))
-        await self._open.wait()
+            await self._forward(Direction.ANSWERS, client, b"".join(_frames(unread)))
+        await self._gates[Direction.ANSWERS].wait()
         raise ConnectionResetError("the broker closed the connection")
-
-    async def _forward(self, sink: socket.socket, frames: bytes | bytearray) -> None:
-        if not frames or self._dropping:
-            return
-        await self._open.wait()
-        await self._loop.sock_sendall(sink, frames)
 
     # -- rules
 
@@ -445,23 +439,23 @@ class FrameProxy(TcpProxy):
         if trap is None:
             self._log.append(LogEntry(time.time(), Event.DELAYED, request))
             await asyncio.sleep(rule.seconds)
-            await self._forward(server, request.frame)
+            await self._forward(Direction.REQUESTS, server, request.frame)
             return
         trap.request = request
         if rule.act is _Act.HOLD_AND_RESET:
             raise _TakenOffError(trap, request)
         if rule.act is _Act.WATCH:
-            await self._forward(server, request.frame)
+            await self._forward(Direction.REQUESTS, server, request.frame)
             self._happens(Event.DELIVERED, trap, request)
             return
         self._happens(Event.HELD, trap, request)
         if rule.act is _Act.DUPLICATE:
             self._spawn(self._deliver_late(trap, request, new_socket(), bytearray(), connect=True))
-            await self._forward(server, request.frame)
+            await self._forward(Direction.REQUESTS, server, request.frame)
             return
         try:
             await trap.told_to_deliver()
-            await self._forward(server, request.frame)
+            await self._forward(Direction.REQUESTS, server, request.frame)
         except BaseException:
             self._happens(Event.LOST, trap, request)
             raise

@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Coroutine
+from enum import Enum
 from typing import Any, Self
 
 from devstack.ports import LOCALHOST
@@ -14,11 +15,53 @@ _CHUNK = 64 * 1024
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
+class Direction(Enum):
+    """The two directions of a connection, as its client sees them."""
+
+    REQUESTS = "requests"
+    ANSWERS = "answers"
+
+
+class _Gate:
+    """The gate that the bytes of one direction pass. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._is_dropping = False
+        self._delay = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def close(self, *, dropping: bool) -> None:
+        self._is_dropping = dropping
+        self._opened.clear()
+
+    def open(self, delay: float = 0.0) -> None:
+        self._is_dropping, self._delay = False, delay
+        self._opened.set()
+
+    async def wait(self) -> None:
+        await self._opened.wait()
+
+    async def lets_pass(self) -> bool:
+        """Wait until bytes that have arrived may go on; False if they are thrown away."""
+        if self._is_dropping:
+            return False
+        if self._delay:
+            await asyncio.sleep(self._delay)
+        await self._opened.wait()
+        return True
+
+
 class TcpProxy:
     """A proxy that forwards `bootstrap` to a target, with faults on demand. Also a context manager.
 
-    Two faults, each with its end: `cut()`/`restore()` is a black hole (connections stay open, new ones are accepted,
-    nothing passes), `reset()`/`resume()` is a machine that refuses (connections end with RST, new ones too).
+    Three faults, each with its end: `cut()`/`restore()` is a black hole (connections stay open, new ones are accepted,
+    nothing passes, or nothing in one direction), `slow()`/`restore()` a line that is slow, `reset()`/`resume()` a
+    machine that refuses (connections end with RST, new ones too).
 
     Its sockets belong to an event loop in a thread of its own; every method hands its work to that loop and waits.
 
@@ -33,9 +76,7 @@ class TcpProxy:
         self._listener = socket.create_server((LOCALHOST, listen_port), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        self._open = asyncio.Event()  # closed: bytes are held (or dropped)
-        self._open.set()
-        self._dropping = False
+        self._gates = {direction: _Gate() for direction in Direction}
         self._refusing = False
         self._connections: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
@@ -62,18 +103,24 @@ class TcpProxy:
         self._thread.join()
         self._loop.close()
 
-    def cut(self, *, drop: bool = False) -> None:
-        """Become a black hole in both directions.
+    def cut(self, *, drop: bool = False, only: Direction | None = None) -> None:
+        """Become a black hole.
 
         Args:
             drop: Throw away bytes that arrive meanwhile, for good; otherwise they are held and forwarded by
                 `restore`, as TCP's retransmission would.
+            only: The direction in which nothing passes; None for both. While one direction is open, new connections
+                reach the target.
         """
-        self._do(self._set_open(opened=False, dropping=drop))
+        self._do(self._close_gates([only] if only is not None else list(Direction), dropping=drop))
+
+    def slow(self, seconds: float) -> None:
+        """Let each piece of a connection's bytes, in both directions, wait for so long."""
+        self._do(self._open_gates(seconds))
 
     def restore(self) -> None:
-        """End `cut`: forward again, beginning with the held bytes."""
-        self._do(self._set_open(opened=True, dropping=False))
+        """End `cut` and `slow`: forward again, beginning with the held bytes."""
+        self._do(self._open_gates(0.0))
 
     def reset(self) -> None:
         """Close all connections with RST and reset new ones at once."""
@@ -102,12 +149,13 @@ class TcpProxy:
         self._listener.close()
         await cancel_all(self._connections)
 
-    async def _set_open(self, *, opened: bool, dropping: bool) -> None:
-        self._dropping = dropping
-        if opened:
-            self._open.set()
-        else:
-            self._open.clear()
+    async def _close_gates(self, directions: list[Direction], *, dropping: bool) -> None:
+        for direction in directions:
+            self._gates[direction].close(dropping=dropping)
+
+    async def _open_gates(self, delay: float) -> None:
+        for gate in self._gates.values():
+            gate.open(delay)
 
     async def _reset(self, *, refusing: bool) -> None:
         self._refusing = refusing
@@ -130,7 +178,8 @@ class TcpProxy:
         server = new_socket()
         try:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._open.wait()
+            if not any(gate.is_open for gate in self._gates.values()):
+                await self._gates[Direction.REQUESTS].wait()
             await self._loop.sock_connect(server, self._target)
             await self._carry(client, server)
         except* OSError:
@@ -142,19 +191,20 @@ class TcpProxy:
     async def _carry(self, client: socket.socket, server: socket.socket) -> None:
         """Forward both directions until one of them fails or both end."""
         async with asyncio.TaskGroup() as both:
-            both.create_task(self._pump(client, server))
-            both.create_task(self._pump(server, client))
+            both.create_task(self._pump(Direction.REQUESTS, client, server))
+            both.create_task(self._pump(Direction.ANSWERS, server, client))
 
-    async def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    async def _pump(self, direction: Direction, source: socket.socket, sink: socket.socket) -> None:
         """Forward one direction. The gate is passed after the read, so a cut holds even bytes already read."""
         while chunk := await self._loop.sock_recv(source, _CHUNK):
-            if self._dropping:
-                continue
-            await self._open.wait()
-            await self._loop.sock_sendall(sink, chunk)
-        await self._open.wait()  # a black hole hides the end of a connection too
+            await self._forward(direction, sink, chunk)
+        await self._gates[direction].wait()  # a black hole hides the end of a connection too
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
+
+    async def _forward(self, direction: Direction, sink: socket.socket, chunk: bytes | bytearray) -> None:
+        if chunk and await self._gates[direction].lets_pass():
+            await self._loop.sock_sendall(sink, chunk)
 
 
 def new_socket() -> socket.socket:
