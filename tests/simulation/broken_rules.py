@@ -16,9 +16,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from outbox_core.election import absence
 from outbox_core.election import config as election_config
 from outbox_core.election import protocol
 from outbox_core.election.config import NeliConfig
+from outbox_core.election.member import Member
 from outbox_core.election.protocol import Ownership
 from outbox_core.harvest.at_least_once import loop
 from outbox_core.harvest.at_least_once.lanes import Lanes
@@ -28,14 +30,17 @@ from outbox_core.harvest.exactly_once.term import Term
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
 from outbox_core.harvest.failures.holds import HoldCache
 from outbox_core.harvest.harvester import Harvester
+from outbox_core.harvest.questions import HarvesterQuestions
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.harvest.watermark import LowWatermark, ScanPlan
+from outbox_core.kafka.duty import Duty
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.transactions import TransactionalProducer
 from outbox_core.stores.interface import HoldSet
 from tests.simulation import broken_at_least_once as at_least_once
 from tests.simulation import broken_common as common
+from tests.simulation import broken_duty as duty
 from tests.simulation import broken_exactly_once as exactly_once
 from tests.simulation import transactions_of_592f1f3 as old
 from tests.simulation.postgres import Store
@@ -128,6 +133,16 @@ _CHANGED = {
     "faults": ("break",), "changes_to": "at-least-once", "late_changes": 0.3, "late": 0.0, "pause": 0.1, "writers": 5,
     "seconds": 20.0, "poison": 0.0, "latency": 0.001, "database_distance": 10.0,
 }  # fmt: skip
+# One of two harvesters is ill alone, the leader as a rule.
+_ONE_IS_ILL = {
+    "faults": ("break",), "fault_pause": 1e6, "harvesters": 2, "writers": 3, "pause": 1.0, "seconds": 150.0,
+    "illness_pause": 60.0, "poison": 0.0, "late": 0.0, "latency": 0.001,
+}  # fmt: skip
+_CANNOT_LEAD = {**_ONE_IS_ILL, "illnesses": ("leader topic",)}
+_CANNOT_READ = {**_ONE_IS_ILL, "illnesses": ("database", "hang")}
+# Both are ill, and one of them gets well.
+_ALL_ARE_ILL = {**_CANNOT_READ, "harvesters": 3, "illness_pause": 15.0, "seconds": 300.0}
+_HIDDEN = {"faults": ("hide",), "poison": 0.0, **_NEAR}
 
 
 def _exactly(name: str | object, attribute: str, double: Any, *more: Double, **options: Any) -> Rule:
@@ -335,6 +350,37 @@ RULES = {
         shows="comes after",
         plan=_OFTEN_REMOVED,
     ),
+    # whoever can work, works
+    "an owner that cannot lead leaves": _both(
+        Member, "_leave_if_unable", duty.stay_as_owner, shows="could work", plan=_CANNOT_LEAD
+    ),
+    "who could not lead stays out until its look is back": _both(
+        absence.UnableToLead, "news", duty.rejoin_at_once, shows="could work", plan=_CANNOT_LEAD
+    ),
+    "a leader that cannot work leaves": _both(
+        Duty, "overdue", duty.never_overdue, shows="could work", plan=_CANNOT_READ
+    ),
+    "Kafka is asked who else is in the group": _both(
+        HarvesterQuestions, "members", duty.no_word_of_others, shows="could work", plan=_CANNOT_READ
+    ),
+    "who could not work stays out until a probe succeeds": _both(
+        Duty, "may_return", duty.come_back_unproved, shows="could work", plan=_ALL_ARE_ILL
+    ),
+    "who hears no leader comes back": _both(
+        Duty, "may_return", duty.stay_out_until_able, shows="could work", plan=_ALL_ARE_ILL
+    ),
+    "who is able again comes back": _both(
+        Duty, "may_return", duty.stay_out_while_silent, shows="could work", plan=_ALL_ARE_ILL
+    ),
+    "a statement has a deadline of the client's own": _both(
+        Store,
+        "bounded",
+        staticmethod(duty.unbounded),
+        Double(Duty, "overdue", duty.never_overdue),
+        shows="could work",
+        plan={**_ONE_IS_ILL, "illnesses": ("hang",)},
+    ),
+    "a session refuses to filter rows": _both(Store, "asks_for_refusal", False, plan=_HIDDEN),
     "no lease begins while an earlier one may run": _both(
         protocol.Predecessor,
         "gone_at",

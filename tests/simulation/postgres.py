@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
 
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import StoreSilent, StoreUnavailable
 from outbox_core.stores.postgres import connection as product_connection
+from outbox_core.stores.postgres.deadlines import GRACE_SECONDS, SETUP_SECONDS
 from outbox_core.stores.interface import (
     NO_FLOOR,
     Backlog,
@@ -44,6 +45,7 @@ REFUSED = object()
 """In the place of a statement's answer: a policy would hide rows, and the session wants to see all or nothing."""
 _SEQUENCE_AHEAD = 32  # numbers that PostgreSQL notes as drawn before they are
 _SILENT_SECONDS = 11.0  # after which keepalives and `tcp_user_timeout` give up a connection
+_STATEMENT_SECONDS = 30.0  # the statement timeout
 
 
 @dataclass(slots=True, eq=False)
@@ -192,6 +194,7 @@ class Store:
         self._scheduler = database.scheduler
         self._process: Process = current().process
         self._connection: Connection | None = None
+        self._is_set_up = False  # the connection
         self._known: tuple[object, HoldSet] | None = None
         self._planned_at = 0.0
         self.holds = self.sequence = self.marks = self
@@ -201,7 +204,7 @@ class Store:
     def _statement(self, *steps: Callable[[], Any], changes: bool = False, table: str = "rows") -> Any:
         """Run the steps of one statement on the server, with some time between them; return the last one's result."""
         if self._connection is None or self._connection.is_broken:
-            self._connection = self._network.connect(self._process, self._database.server)
+            self._connection, self._is_set_up = self._network.connect(self._process, self._database.server), False
         event, found = Event(), []
 
         def handle(respond: Callable[[object], None]) -> None:
@@ -222,15 +225,25 @@ class Store:
         connection = self._connection
         request = self._network.send(connection, handle, lambda answer: (found.append(answer), event.set()))
         self._process.after(_SILENT_SECONDS, lambda: self._give_up(connection, request))
+        patience = _STATEMENT_SECONDS + GRACE_SECONDS if self._is_set_up else SETUP_SECONDS
         if changes and self._database.late_changes and self._scheduler.random.random() < self._database.late_changes:
             self._network.break_connection(connection)
-        event.wait()
+        if not event.wait(self.bounded(patience)):
+            self._network.break_connection(connection)
+            self._connection = None
+            raise StoreSilent(f"the database has not answered for {patience:.0f} s", in_doubt=True)
+        self._is_set_up = True
         if found[0] is LOST:
             self._connection = None
             raise StoreUnavailable("the connection is lost", in_doubt=True)
         if found[0] is REFUSED:
             raise StoreUnavailable("query would be affected by row-level security policy")
         return found[0][0]
+
+    @staticmethod
+    def bounded(seconds: float) -> float | None:
+        """Return how long a statement may take: the deadline that the product's connections have of their own."""
+        return seconds
 
     def _give_up(self, connection: Connection, request: Request) -> None:
         """Break a connection that passes nothing; one whose server stands still is alive."""

@@ -1,7 +1,7 @@
 """Stand-ins for names of `threading`, `time`, `queue`, `concurrent.futures`, `random`, `uuid` and `atexit`.
 
-`patched` puts these in the place of the originals, by identity, in every module of the product that has imported one:
-the product has no switch for it, and pays nothing.
+`patched` puts these in the place of the originals, by identity, in every module of the product that has imported one,
+and in the defaults of its methods' arguments: the product has no switch for it, and pays nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from tests.simulation.scheduling import ProcessDied, Scheduler, Task, current, spend
@@ -331,6 +331,7 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
         id(atexit): SimpleNamespace(register=lambda _: None, unregister=lambda _: None),
     }
     undone: list[tuple[dict[str, Any], str, object]] = []
+    defaults: list[tuple[Any, tuple[object, ...]]] = []
     for name, module in list(sys.modules.items()):
         if not name.startswith(_PACKAGES):
             continue
@@ -339,8 +340,18 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
             if id(value) in places:
                 undone.append((scope, key, value))
                 scope[key] = places[id(value)]
+            elif isinstance(value, type) and value.__module__ == name:
+                defaults += [(each, each.__defaults__) for each in _methods(value) if each.__defaults__]
+    for method, given in defaults:
+        method.__defaults__ = tuple(places.get(id(each), each) for each in given)
     try:
         yield
     finally:
         for scope, key, value in undone:
             scope[key] = value
+        for method, given in defaults:
+            method.__defaults__ = given
+
+
+def _methods(kind: type) -> Iterator[Any]:
+    return (each for each in vars(kind).values() if isinstance(each, FunctionType))

@@ -16,6 +16,7 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.cimpl import NewTopic
 
 from devstack.frame_proxy import Api, FrameProxy, Match, Request
+from devstack.proxy import Direction
 from outbox_core.kafka.clients import discard, make_admin, make_consumer, make_producer
 from tests.simulation import clients
 from tests.simulation.brokers import Cluster
@@ -117,8 +118,16 @@ class World:
         """
         raise NotImplementedError
 
-    def cut(self) -> None:
-        """Let nothing pass between clients and brokers."""
+    def cut(self, passes: str = "") -> None:
+        """Let nothing pass between clients and brokers, or only "requests" on connections that stand."""
+        raise NotImplementedError
+
+    def hang(self) -> None:
+        """Have the broker take what it is sent, and do nothing about it."""
+        raise NotImplementedError
+
+    def go_on(self) -> None:
+        """End `hang`: the broker does all that it was sent meanwhile."""
         raise NotImplementedError
 
     def refuse(self) -> None:
@@ -230,8 +239,14 @@ class SimulatedWorld(World):
         held.pass_on()
         return True
 
-    def cut(self) -> None:
-        self.network.sever(self._process, self.cluster.brokers[0], Cut())
+    def cut(self, passes: str = "") -> None:
+        self.network.sever(self._process, self.cluster.brokers[0], Cut(passes))
+
+    def hang(self) -> None:
+        self.network.sever(self._process, self.cluster.brokers[0], Cut(is_hung=True))
+
+    def go_on(self) -> None:
+        self.network.mend(self._process, self.cluster.brokers[0])
 
     def refuse(self) -> None:
         self.cluster.brokers[0].is_up = False
@@ -309,8 +324,14 @@ class RealWorld(World):
 
         return _RealHeld(self._proxy.hold(Match(Api[kind], commits=commits, where=is_of, nth=nth)))
 
-    def cut(self) -> None:
-        self._proxy.cut(drop=True)
+    def cut(self, passes: str = "") -> None:
+        self._proxy.cut(drop=True, only=Direction.ANSWERS if passes else None)
+
+    def hang(self) -> None:
+        self._proxy.cut()
+
+    def go_on(self) -> None:
+        self._proxy.restore()
 
     def refuse(self) -> None:
         self._proxy.reset()
