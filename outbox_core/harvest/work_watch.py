@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 1.0
 _SUSPECT_AFTER_SECONDS = 8.0  # of failure: then the watch asks who does not answer
 _SUSPECT_AGAIN_SECONDS = 15.0
-_TELLING_SECONDS = 5.0  # an outage that is shorter is another's, or its beginning
+_TELLING_SECONDS = 2.0  # an outage that is shorter is another's, or its beginning
 
 Place = tuple[str, int | None]
 

@@ -82,7 +82,8 @@ def test_locked_table_is_told(scene, make_topic, delivery):
         with scene.connect() as blocking:
             blocking.execute("LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE")
             wait_until(lambda: not harvester.health().ok, "it is not well", timeout=20)
-            assert "the table could not be read" in harvester.health().detail
+            assert "could not read the outbox table" in harvester.health().detail
+            assert "it waits for a" in harvester.health().detail
         wait_until(lambda: harvester.health().ok, "it is well again")
         scene.fill(topic, 5)
         wait_until(lambda: scene.count() == 0, "it publishes")
@@ -197,6 +198,6 @@ def test_table_that_is_not_read_is_trouble(activity):
     """A table that is not read within the limit and the interval is trouble; a new leadership counts anew."""
     activity.clock.time += 50
     assert activity.trouble(30, look_interval=60) is None
-    assert "the table could not be read for 50 s" in activity.trouble(30)
+    assert "the table was not read for 50 s" in activity.trouble(30)
     activity.begin()
     assert activity.trouble(30) is None
