@@ -34,6 +34,7 @@ from uuid import UUID
 from outbox_core.errors import InvalidMessageId, OutboxError
 from outbox_core.schema import TableName, iso_time_sql
 from outbox_core.stasher import Connection, require_transaction
+from outbox_core.watched_calls import LONG_SECONDS, watched
 
 __all__ = [
     "MAX_ID_BYTES",
@@ -167,10 +168,11 @@ class Inbox:
 
     @staticmethod
     def _one_row(connection: PrunedConnection, sql: str, parameters: list[Any]) -> tuple[Any, ...]:
-        with closing(connection.cursor()) as cursor:
-            cursor.execute(sql, parameters)
-            row: tuple[Any, ...] = cursor.fetchone()
-        connection.commit()
+        with watched(connection, LONG_SECONDS, "pruning the inbox"):
+            with closing(connection.cursor()) as cursor:
+                cursor.execute(sql, parameters)
+                row: tuple[Any, ...] = cursor.fetchone()
+            connection.commit()
         return row
 
 

@@ -12,6 +12,7 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, TransactionRequired
 from outbox_core.schema import TableName
+from outbox_core.watched_calls import SHORT_SECONDS, watched
 from outbox_django.settings import outbox_settings
 
 
@@ -74,6 +75,15 @@ def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName, lock_ti
             # After an error in a transaction that is not ours its rollback restores the path.
             if not connection.needs_rollback and connection.is_usable():
                 cursor.execute(_SET, before)
+
+
+@contextmanager
+def bounded(alias: str, purpose: str) -> Iterator[None]:
+    """Connect, and give the connection up if the block's statements are not answered in time (see `watched_calls`)."""
+    connection = connections[alias]
+    connection.ensure_connection()
+    with watched(connection, SHORT_SECONDS, purpose):
+        yield
 
 
 def _refuse_pooler_of_transactions(connection: BaseDatabaseWrapper) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from outbox_core.claims.claims import ClaimMissing, ClaimName
 from outbox_core.errors import InvalidConfig, MissingExtra
 from outbox_core.schema import TableName
+from outbox_core.watched_calls import LONG_SECONDS, SHORT_SECONDS, watched
 
 _CREATE = """\
 CREATE TABLE IF NOT EXISTS {table} (
@@ -177,9 +178,11 @@ class TableStore:
         self._run(f"DELETE FROM {self._escaped} WHERE name = %s", [name])
 
     def _run(self, statement: str, parameters: list[object]) -> list[Any]:
-        with closing(self._connect()) as connection, closing(connection.cursor()) as cursor:
-            cursor.execute(statement, parameters)
-            rows = cursor.fetchall() if cursor.description else []
+        patience = SHORT_SECONDS if parameters else LONG_SECONDS  # of one payload, or of all
+        with closing(self._connect()) as connection, watched(connection, patience, f"payloads in {self._table}"):
+            with closing(connection.cursor()) as cursor:
+                cursor.execute(statement, parameters)
+                rows = cursor.fetchall() if cursor.description else []
             connection.commit()
         return rows
 

@@ -12,6 +12,7 @@ from typing import Any
 from django.db import transaction
 from django.utils import timezone
 
+from outbox_django.databases import bounded
 from outbox_django.tasks.jobs import change, import_task
 from outbox_django.tasks.library import TaskError, TaskResult, TaskResultStatus
 from outbox_django.tasks.models import Result
@@ -64,7 +65,7 @@ def begin(result: TaskResult[..., Any], worker_id: str, alias: str) -> None:
 
     `result` then says so; without a row, since it was pruned, it counts this attempt alone.
     """
-    with transaction.atomic(using=alias):
+    with bounded(alias, "the beginning of a task"), transaction.atomic(using=alias):
         row = Result.objects.using(alias).select_for_update().filter(pk=result.id).first()
         if row is not None:
             _copy(row, result)
@@ -89,12 +90,13 @@ def write(result: TaskResult[..., Any], alias: str) -> None:
     """
     errors = [[error.exception_class_path, error.traceback] for error in result.errors]
     value = getattr(result, "_return_value", None)
-    _update(result, alias, {"finished_at": result.finished_at, "return_value": value, "errors": errors})
+    with bounded(alias, "the result of a task"):
+        _update(result, alias, {"finished_at": result.finished_at, "return_value": value, "errors": errors})
 
 
 def give_up(result_id: str, error: TaskError, alias: str) -> None:
     """Note that a task becomes a dead letter before it could begin; without a row, do nothing."""
-    with transaction.atomic(using=alias):
+    with bounded(alias, "the result of a task"), transaction.atomic(using=alias):
         rows = Result.objects.using(alias).select_for_update().exclude(status=TaskResultStatus.SUCCESSFUL)
         row = rows.filter(pk=result_id).first()
         if row is not None:
