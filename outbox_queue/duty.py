@@ -7,6 +7,10 @@ It leaves only if a broker does not answer it. What fails although every broker 
 want of a right, in a partition without a leader, or behind the open transaction of a member that died. If no broker
 answers, it could not even leave.
 
+All members of a group are at work, each on its own partitions, and an outage for all meets all of them at once. So that
+not all leave at once, the first in the order of their IDs waits until the others have left: it finds itself alone, and
+stays. Should all have left all the same, the first that comes back is seen by the others, which stay out.
+
 Leaving is a plain unsubscription, as at the end: members of kafka-mq-go see nothing else.
 """
 
@@ -22,7 +26,7 @@ from typing import Final
 from outbox_core.errors import KafkaUnavailable, OutboxError
 from outbox_core.kafka.admin import Inquiry
 from outbox_core.kafka.clients import KafkaError
-from outbox_core.kafka.duty import Duty
+from outbox_core.kafka.duty import ASK_SECONDS, Duty
 from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
 from outbox_queue.config import QueueConfig
 from outbox_queue.protocol.clients import common_settings
@@ -33,7 +37,10 @@ LEAVE_SECONDS: Final = 2.0
 _LOOK_SECONDS = 1.0
 _HELD_UP_SECONDS = 5.0  # between two looks: this process had no CPU, and nothing is known of its links
 _CHECK_SECONDS = 3.0  # between two checks of the brokers that are read from
-_ASK_SECONDS = 3.0
+_SUSPECT_SECONDS = 12.0  # of failure: then the brokers that do not answer are looked for
+_SEARCH_SECONDS = 10.0  # between two such searches
+_FIRST_STAYS_SECONDS = 8.0  # longer than the others need to look, to ask and to leave
+_MEMBERS_SECONDS = 3.0
 _REACH_SECONDS = 5.0  # half of it for the list of brokers
 
 _READ = "read"
@@ -77,7 +84,10 @@ class GroupDuty:
         self._partitions: frozenset[int] = frozenset()
         self._work_of: dict[str, int] = {}  # work -> its partition
         self._suspected_at: float | None = None  # since a client reported an error, until every broker answers
-        self._checked_at = 0.0
+        self._checked_at = self._searched_at = self._asked_at = 0.0
+        self._silent: list[str] = []  # the brokers that do not answer, as found last
+        self._member_id: str | None = None
+        self._overdue_at: float | None = None  # since Kafka was asked first who is there
         self._leaving = ""  # why it should leave; '' if it should not
         self._reason = ""  # why it has left
         self._left_at = 0.0
@@ -126,13 +136,18 @@ class GroupDuty:
     def _name_of(self, what: str, partition: int | None) -> str:
         return what if partition is None else f"{what} {self._topic}[{partition}]"
 
+    def has_read(self, partition: int) -> None:
+        """Take in that records, or the end, of a partition of the group's topic were read."""
+        self.succeeded(_READ, partition)
+
     def suspect(self, _: KafkaError) -> None:
         """Take in an error of the client that reads: the brokers that it reads from are checked."""
         self._suspected_at = self._suspected_at or time.monotonic()
 
-    def assigned(self, partitions: Iterable[int]) -> None:
+    def assigned(self, partitions: Iterable[int], member_id: str | None = None) -> None:
         """Take in which partitions the group has given to this member; none if it has lost its place."""
         with self._lock:
+            self._member_id = member_id
             self._partitions = frozenset(partitions)
             for work in [work for work, partition in self._work_of.items() if partition not in self._partitions]:
                 self._duty.dropped(work)
@@ -168,6 +183,7 @@ class GroupDuty:
             self._reason, self._leaving = self._leaving, ""
             self._left_at = time.monotonic()
             self._is_deserted = False
+            self._overdue_at, self._silent = None, []
             self._duty.left(self._left_at)
         text = "%s leaves group %s to its other members: %s; it joins again when every broker answers it"
         _log.warning(text, self._name, self._group, self._reason)
@@ -211,40 +227,58 @@ class GroupDuty:
             self._look_from_outside()
             return
         self._check_readers()
+        self._find_silent()
         with self._lock:
-            is_time = not self._leaving and self._duty.should_ask(time.monotonic())
-        if not is_time:
-            return
+            now = time.monotonic()
+            is_time = not self._leaving and bool(self._silent) and self._duty.should_ask(now)
+            if not self._duty.overdue(now):
+                self._overdue_at = None
+        if is_time:
+            self._consider_leaving()
+
+    def _find_silent(self) -> None:
+        """Find the brokers that do not answer, once some work fails for a while; before the patience is over."""
+        with self._lock:
+            now = time.monotonic()
+            longest = max(self._duty.owed(now).values(), default=0.0)
+        if longest < _SUSPECT_SECONDS:
+            self._silent = []
+        elif now - self._searched_at >= _SEARCH_SECONDS:
+            try:
+                self._silent = unreachable_brokers(self._settings, _REACH_SECONDS)
+            except KafkaUnavailable:
+                self._silent = []
+            self._searched_at = time.monotonic()
+
+    def _consider_leaving(self) -> None:
         members = self._members()
         with self._lock:
-            overdue = self._duty.overdue(time.monotonic())
-            if not self._duty.should_leave(members, time.monotonic()):
+            now = time.monotonic()
+            self._overdue_at = self._overdue_at or now
+            if not self._duty.should_leave(None if members is None else len(members), now):
                 return
-        try:
-            silent = unreachable_brokers(self._settings, _REACH_SECONDS)
-        except KafkaUnavailable:
-            return
-        if silent:
-            work, seconds = max(overdue.items(), key=lambda one: one[1])
-            answers = "does" if len(silent) == 1 else "do"
-            reason = f"for {seconds:.0f} s it could not {work}, and {' and '.join(silent)} {answers} not answer it"
-            with self._lock:
-                if self._duty.should_leave(members, time.monotonic()):
-                    self._leaving = reason
+            is_first = bool(members) and min(members or ()) == self._member_id
+            if is_first and now - self._overdue_at < _FIRST_STAYS_SECONDS:
+                return
+            work, seconds = max(self._duty.overdue(now).items(), key=lambda one: one[1])
+            answers = "does" if len(self._silent) == 1 else "do"
+            brokers = " and ".join(self._silent)
+            self._leaving = f"for {seconds:.0f} s it could not {work}, and {brokers} {answers} not answer it"
 
     def _look_from_outside(self) -> None:
         with self._lock:
             is_time = self._duty.should_probe(time.monotonic())
-        if not is_time:
-            return
-        members = self._members()
-        try:
-            is_able = not unreachable_brokers(self._settings, _REACH_SECONDS)
-        except KafkaUnavailable:
-            is_able = False
-        self._is_deserted = members == 0
-        with self._lock:
-            self._duty.probed(time.monotonic(), is_able=is_able)
+        if is_time:
+            try:
+                is_able = not unreachable_brokers(self._settings, _REACH_SECONDS)
+            except KafkaUnavailable:
+                is_able = False
+            with self._lock:
+                self._duty.probed(time.monotonic(), is_able=is_able)
+        if time.monotonic() - self._asked_at >= ASK_SECONDS:
+            members = self._members()
+            self._asked_at = time.monotonic()
+            self._is_deserted = members is not None and not members
 
     def _check_readers(self) -> None:
         """Find the brokers that are read from and do not answer: without a record to read, nothing else would tell."""
@@ -266,10 +300,10 @@ class GroupDuty:
         if not silent:
             self._suspected_at = None
 
-    def _members(self) -> int | None:
-        """Return the number of members of the group, None if Kafka does not say."""
+    def _members(self) -> frozenset[str] | None:
+        """Return the members of the group, None if Kafka does not say."""
         try:
-            with Inquiry(self._settings, _ASK_SECONDS) as inquiry:
-                return inquiry.members(self._group)
+            with Inquiry(self._settings, _MEMBERS_SECONDS) as inquiry:
+                return inquiry.member_ids(self._group)
         except KafkaUnavailable:
             return None

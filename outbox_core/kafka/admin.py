@@ -246,19 +246,23 @@ class Inquiry:
         }
 
     def members(self, group_id: str) -> int:
-        """Return the number of members of a consumer group, 0 if Kafka knows no such group.
+        """Return the number of members of a consumer group; see `member_ids`."""
+        return len(self.member_ids(group_id))
+
+    def member_ids(self, group_id: str) -> frozenset[str]:
+        """Return the IDs of the members of a consumer group, none if Kafka knows no such group.
 
         Raises:
             KafkaUnavailable: if Kafka does not say; needs DESCRIBE on the group, which comes with READ.
         """
         asked = self.admin.describe_consumer_groups([group_id], request_timeout=self.remaining)[group_id]
         try:
-            return len(self.wait_for(asked, f"group {group_id!r}").members)
+            return frozenset(one.member_id for one in self.wait_for(asked, f"group {group_id!r}").members)
         except KafkaException as error:
             cause: KafkaError = error.args[0]
             error.__traceback__ = None  # as in _describe
             if cause.code() == KafkaError.GROUP_ID_NOT_FOUND:
-                return 0
+                return frozenset()
             if cause.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
                 remedy = grant("DESCRIBE", self.config, f"group {group_id!r}")
                 raise KafkaUnavailable(f"group {group_id!r} may not be described: {cause.str()}; {remedy}") from None

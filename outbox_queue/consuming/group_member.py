@@ -227,13 +227,16 @@ class GroupMember:
         return lag
 
     def _keep(self, records: Iterable[Any]) -> None:
+        read: set[int] = set()
         for record in records:
             error = record.error()
             if error is None:
+                read.add(record.partition())
                 self._fetched.append(record)
                 if record.offset() < self.offsets.ends.get(record.partition(), 0):
                     del self.offsets.ends[record.partition()]  # the topic was made anew
             elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+                read.add(record.partition())
                 self.offsets.ends[record.partition()] = record.offset()
             elif error.fatal() or error.code() in MEMBER_HOPELESS:
                 config = self._config
@@ -241,6 +244,8 @@ class GroupMember:
                 raise QueueError(f"queue {self._queue!r} cannot be read: {why}")
             else:
                 self._warn(f"reading: {error.str()}")
+        for partition in read:
+            self._duty.has_read(partition)
         self._move_past_ends()
 
     def _move_past_taken(self, offsets: Mapping[int, int]) -> None:
@@ -260,7 +265,7 @@ class GroupMember:
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         consumer.assign(partitions)
-        self._duty.assigned(partition.partition for partition in partitions)
+        self._duty.assigned((partition.partition for partition in partitions), consumer.memberid())
         # The client keeps paused what was paused in an earlier assignment, even if another member had it meanwhile.
         consumer.resume(partitions)
         self._is_paused = False

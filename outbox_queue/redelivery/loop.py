@@ -221,7 +221,7 @@ class TrackerLoop:
         self._forget(self._partitions.copy())
         for number in (partition.partition for partition in partitions):
             self._partitions[number] = TrackedPartition(number, self._ctx)
-        self._ctx.duty.assigned(self._partitions)
+        self._ctx.duty.assigned(self._partitions, consumer.memberid())
         self._was_assigned, self._outside_since = True, None
         self.is_caught_up = False
         _log.info("tracking marker partitions %s", sorted(self._partitions))
@@ -262,7 +262,9 @@ class TrackerLoop:
             return
         began = now_ms()  # what the turn did before may have taken seconds
         busy = [tracked for tracked in self._partitions.values() if not tracked.note_nothing_left(now)]
-        if not busy:
+        if not self._partitions:
+            self._ctx.redelivery.forget()
+        elif not busy:
             self._ctx.redelivery.recovered()
         unreadable = self._unreadable_before + sum(one.unreadable for one in markers)
         loads = _sum(markers, now)

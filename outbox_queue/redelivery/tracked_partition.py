@@ -134,6 +134,7 @@ class TrackedPartition:
         """Take in that markers were read."""
         number, ticked_at = self.markers.number, self.markers.last_tick_at
         self._ctx.clock.recovered(number)
+        self._ctx.duty.has_read(number)
         if ticked_at != self._ticked_at:
             self._ticked_at = ticked_at
             self._ctx.duty.succeeded(_TICK, number)

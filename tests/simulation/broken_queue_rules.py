@@ -12,6 +12,7 @@ from outbox_queue.consuming.acks import AckHandler
 from outbox_queue.consuming.group_member import GroupMember
 from outbox_queue.consuming.marker_writer import MarkerRecord
 from outbox_queue.consuming.start_writers import NotStarted, PlainStartWriter, SecondsLeft, TransactionalStartWriter
+from outbox_queue.duty import GroupDuty
 from outbox_queue.protocol import transaction
 from outbox_queue.redelivery import partition as partitions
 from outbox_queue.redelivery.deadline_clock import DeadlineClock
@@ -20,6 +21,7 @@ from outbox_queue.redelivery.partition import MarkerPartition
 from outbox_queue.redelivery.redeliverer import Redeliverer
 from outbox_queue.redelivery.tracked_partition import TrackedPartition
 from tests.simulation import queue_simulation
+from tests.simulation.queue_simulation import LINKS_ALONE
 
 _original_attend = TrackedPartition.attend
 _original_take = GroupMember.take
@@ -52,15 +54,16 @@ def _send_unprepared_tick(self: TrackedPartition, now: float) -> bool:
     return True
 
 
-def _prepare_and_redeliver(self: Redeliverer, entries: Any) -> Any:
+def _prepare_and_redeliver(self: Redeliverer, entries: Any, give_up: Any) -> Any:
     if not self.is_prepared:
         self.prepare(transaction.never)
-    return _original_redeliver(self, entries)
+    return _original_redeliver(self, entries, give_up)
 
 
 def _assign_as_it_was(self: GroupMember, consumer: Any, partitions: Any) -> None:
     """Believe that an assignment begins with nothing paused."""
     consumer.assign(partitions)
+    self._duty.assigned((partition.partition for partition in partitions), consumer.memberid())
     self._is_paused = False
 
 
@@ -162,6 +165,7 @@ QUEUE_RULES: dict[str, tuple[Double, ...]] = {
     "what was not started is taken again": ((GroupMember, "take", _take_for_good),),
     "what was paused is resumed when it is assigned": ((GroupMember, "_assigned", _assign_as_it_was),),
     "a message in progress is kept alive": ((AckHandler, "_keep_alive", lambda *_: None),),
+    "who cannot work leaves its group": ((GroupDuty, "act", lambda *_: None),),
 }
 
 
@@ -177,6 +181,8 @@ _SITUATIONS: dict[str, dict[str, Any]] = {
     "deadlines count from the reading of a marker": {"faults": ("clock", "move"), "pause": 1.0, "queues": 1},
     # Transactions are given up that start messages, and others follow.
     "what was not started is taken again": {"faults": ("cut",), "consumers": 1, "is_transactional": True},
+    # One link is cut for minutes.
+    "who cannot work leaves its group": LINKS_ALONE,
 }  # fmt: skip
 """What differs from the plans of other runs, for rules that count in rare situations."""
 

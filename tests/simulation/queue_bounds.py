@@ -20,8 +20,8 @@ from tests.simulation.queue_oracle import Oracle
 from tests.simulation.scheduling import Process, current
 
 CONCURRENCY = 2  # of the workers of one queue
-_TASKS_OF_QUEUE = CONCURRENCY + 3  # its workers, the thread that waits for them, the reader, and keep-alives
-_TASKS_OF_TRACKER = 2
+_TASKS_OF_QUEUE = CONCURRENCY + 4  # its workers, the thread that waits for them, reader, keep-alives, and its duty
+_TASKS_OF_TRACKER = 3
 _OLD_MS = 2000.0  # after which an entry of a heap that is not due any more must have been dropped
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from confluent_kafka import OFFSET_INVALID, TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, TopicPartition
 
+from outbox_core.errors import KafkaUnavailable
 from tests.simulation import clients
 from tests.simulation.brokers import Cluster, Entry, Partition, Sent
 from tests.simulation.clients import Message, Place
@@ -131,6 +132,10 @@ class QueueCluster(Cluster):
 
     # -- members
 
+    def members_of(self, group_id: str) -> frozenset[str]:
+        """Return the IDs of a group's members."""
+        return frozenset(self._groups[group_id].members) if group_id in self._groups else frozenset()
+
     def join_queue(self, broker: int, who: Who, topic: str, session: float, respond: Respond) -> None:
         """Join; the answer, (code, generation, partitions), comes when all members have given up theirs."""
         if self.offsets.leader != broker:
@@ -234,6 +239,43 @@ class QueueCluster(Cluster):
             if code is None:
                 self.offsets.pending.setdefault(number, []).append((who[0], offsets))
             respond(code)
+
+
+def unreachable_brokers(_: object, timeout_seconds: float) -> list[str]:
+    """Stand in for `outbox_core.kafka.reach`: to wait for a broker that does not answer takes all the time."""
+    return [f"broker {number}" for number in _silent(timeout_seconds)]
+
+
+def unreachable_leaders(_: object, places: Sequence[Place], timeout_seconds: float) -> dict[Place, str]:
+    """Stand in for `outbox_core.kafka.reach`."""
+    silent = _silent(timeout_seconds)
+    world: Any = current().process
+    leaders = {place: world.world.cluster.topics[place[0]][place[1]].leader for place in places}
+    return {place: f"broker {leader}" for place, leader in leaders.items() if leader in silent}
+
+
+def _silent(timeout_seconds: float) -> list[int]:
+    process: Any = current().process
+    world = process.world
+    listed = [number for number, broker in enumerate(world.cluster.brokers) if broker.is_up]
+    silent = [number for number in listed if (process, world.cluster.brokers[number]) in world.network.cut]
+    current().wait(timeout_seconds if silent else 0.02)
+    if len(silent) == len(listed):
+        raise KafkaUnavailable("no broker answers")
+    return silent
+
+
+def members_of(group_id: str, timeout_seconds: float) -> frozenset[str] | None:
+    """Return the IDs of a group's members, None if its coordinator does not answer."""
+    process: Any = current().process
+    cluster = process.world.cluster
+    coordinator = cluster.brokers[cluster.offsets.leader]
+    if not coordinator.is_up or (process, coordinator) in process.world.network.cut:
+        current().wait(timeout_seconds)
+        return None
+    current().wait(0.01)
+    members: frozenset[str] = cluster.members_of(group_id)
+    return members
 
 
 def _at_call(what: str) -> None:
@@ -424,6 +466,7 @@ class Consumer(clients.Consumer):
     def consume(self, number: int, timeout: float) -> list[Message]:
         """Return messages; the batch may hold some from before a rebalance that was told meanwhile."""
         self._serve_commits()
+        self.serve_complaints()
         if self.scheduler.random.random() < 0.5 and self._member is not None:
             self._member.tell()
         if not self._messages and timeout:
@@ -456,7 +499,13 @@ class Consumer(clients.Consumer):
         self._member, self._left = member, None
 
     def unsubscribe(self) -> None:
-        """Do nothing: `close` follows, and leaves the group."""
+        """Leave the group, once the next poll has told of the partitions that are revoked."""
+        member: Any = self._member
+        member.leave_when_told()
+
+    def memberid(self) -> str:
+        """Return the ID of this member."""
+        return self.consumer_group_metadata()[1]
 
     def consumer_group_metadata(self) -> Who:
         """Return what a transaction says about this member."""
@@ -555,6 +604,8 @@ class _GroupMember:
             what, places = self._to_tell.popleft()
             if what == "assign":
                 self._assign(places)
+            elif what == "leave":
+                self._consumer._left = self.leave()
             else:
                 self._give_up()
                 if self._is_lost:
@@ -582,6 +633,14 @@ class _GroupMember:
         if owned and callback is not None:
             callback(self._consumer, [TopicPartition(*place) for place in owned])
         self._consumer.unassign()
+
+    def leave_when_told(self) -> None:
+        """Leave as soon as the application polls, and join no more."""
+        self._joins += 1
+        self._state = "gone"
+        self._to_tell.clear()
+        self._to_tell.append(("leave", []))
+        self._consumer._news.set()
 
     def leave(self) -> Event:
         """Hand the partitions over, and leave; return the event of Kafka's answer."""
@@ -631,7 +690,7 @@ class _GroupMember:
 
     def _beat(self) -> None:
         consumer = self._consumer
-        if consumer.is_closed:
+        if consumer.is_closed or self._state == "gone":
             return
         consumer.process.after(self._interval, self._beat)
         if self._state == "joining" or self._is_lost:

@@ -19,7 +19,7 @@ from greenlet import getcurrent
 from outbox_core.errors import OutboxError
 from outbox_core.kafka import clients as product_clients
 from outbox_core.kafka.transactions import Committed, TransactionalProducer
-from outbox_queue import Message, QueueConfig, QueueService, Reject
+from outbox_queue import Message, QueueConfig, QueueService, Reject, duty
 from outbox_queue.consuming import reader
 from outbox_queue.consuming.worker import backoff
 from outbox_queue.errors import SendFailed
@@ -33,7 +33,7 @@ from tests.simulation.brokers import COMMITTED, PLAIN
 from tests.simulation.disturbances import Disturbances
 from tests.simulation.network import Server
 from tests.simulation.queue_bounds import CONCURRENCY, Books, bounded, partitions_of
-from tests.simulation.queue_kafka import QueueCluster
+from tests.simulation.queue_kafka import QueueCluster, members_of, unreachable_brokers, unreachable_leaders
 from tests.simulation.queue_oracle import REDELIVERED, Oracle, Place
 from tests.simulation.scheduling import Process, ProcessDied, current
 from tests.simulation.simulation import Outcome, ProcessPlace, Simulation, _cut_seconds
@@ -43,6 +43,17 @@ from tests.simulation.threads import Event, patched
 MODE = "queue"
 FAULTS = ("break", "cut", "crash", "in a handler", "at a call", "broker", "move", "suspend", "restart", "clock")
 CONDUCTS = ("slow", "fail", "hang", "reject", "nack", "extend", "interrupt")
+LINKS_ALONE: Mapping[str, Any] = MappingProxyType(
+    {
+        "faults": ("link",),
+        "trackers": 2,
+        "consumers": 2,
+        "seconds": 260.0,
+        "conducts": ("fail", "nack"),
+        "pause": 1.0,
+    }
+)
+"""Differences of a plan in which a tracker and a consumer lose the link to one broker, for long, and nothing else."""
 _QUEUES = ("emails", "bills")
 _TOPICS = {"messages": 4, "markers": 3, "dead": 2}
 _TIMEOUT_SECONDS = 4.0
@@ -55,6 +66,9 @@ _MOST_WAITS_FOR_OFFSETS = 4
 _OVERDUE_SECONDS = 15.0
 _LONGEST_SUSPEND_SECONDS = 18.0
 _LONGEST_BROKER_CRASH_SECONDS = 7.0
+_PROMISED_SECONDS = 50.0  # with one tracker and one consumer ill, at most: 45, and what a busy member needs
+_LONG_ENOUGH_SECONDS = 65.0  # at work, to be no newcomer
+_ILL_SECONDS = (50.0, 100.0)
 _HELD_UP_SECONDS = 1.0  # for which a keep-alive may be held up: it is due half of a timeout before
 _EARLY_SECONDS = 0.01
 _CLOCK_TOLERANCE_SECONDS = 1.5  # clocks that differ by less than a second are just followed
@@ -81,7 +95,7 @@ class QueuePlan(HarvestersPlan):
         random = Random(seed * 104_729 + 31)
         share = random.choice((0.2, 0.4, 0.7))
         faults = tuple(fault for fault in FAULTS if random.random() < share)
-        return cls(
+        plan = cls(
             seed,
             mode,
             faults or ("crash",),
@@ -102,6 +116,7 @@ class QueuePlan(HarvestersPlan):
             step_share=random.choice((0.02, 0.1)),
             transaction_seconds=random.choice((5.0, 12.0)),
         )
+        return replace(plan, **LINKS_ALONE) if Random(seed * 7919 + 5).random() < 0.15 else plan
 
 
 SITUATION: Mapping[str, Any] = MappingProxyType({})
@@ -109,6 +124,13 @@ SITUATION: Mapping[str, Any] = MappingProxyType({})
 
 _SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONCE", 20), (in_progress, "_SLACK", 8))
 """Batches and limits of the product that are small here, so that much happens between two of them."""
+
+_ANSWERS: tuple[tuple[Any, str, Any], ...] = (
+    (duty, "unreachable_brokers", unreachable_brokers),
+    (duty, "unreachable_leaders", unreachable_leaders),
+    (duty.GroupDuty, "_members", lambda self: members_of(self._group, duty._MEMBERS_SECONDS)),
+)
+"""Answers of the network in the place of those of real clients."""
 
 SENTINELS_IN_LOG = {
     "consumer could not start messages": "messages are not started yet",
@@ -121,6 +143,8 @@ SENTINELS_IN_LOG = {
     "handlers did not finish before the end": "handlers did not finish within drain_timeout",
     "closed before its markers were delivered": "closed before its last markers were delivered",
     "handler done too late": "done after the consumer was closed",
+    "left its group": "leaves group kafka-mq-",
+    "joined again": "joins group kafka-mq-",
 }
 
 QUEUE_SENTINELS = (
@@ -368,6 +392,7 @@ class QueueSimulation(Simulation):
         self._kept_alive: dict[Place, Message] = {}  # copies whose handlers are at work, and not for too long
         self._quiet_since = 0.0
         self._disturbances = Disturbances()
+        self._well_from = {"tracker": 0.0, "consumer": 0.0}  # when the last one of a kind that was ill is mended
         self.books = Books(self.settings(), self.oracle, len(self.queues))
 
     def settings(self) -> QueueConfig:
@@ -634,6 +659,16 @@ class QueueSimulation(Simulation):
         self._disturbances.add(self.scheduler.now)
         super()._fault_move(random)
 
+    def _fault_link(self, random: Random) -> None:
+        """Cut one link of a tracker or a consumer for minutes; one of each kind is ill at a time."""
+        for kind, nodes in (("tracker", self.trackers), ("consumer", self.consumers)):
+            if self.scheduler.now < self._well_from[kind] + _LONG_ENOUGH_SECONDS or random.random() > 0.2:
+                continue
+            node, seconds = random.choice(nodes), random.uniform(*_ILL_SECONDS)
+            if node.is_up and node.process is not None:
+                self._well_from[kind] = self.scheduler.now + seconds
+                self._cut(node.process, self._any_server(random), seconds)
+
     def _cut(self, process: Process, server: Server | None = None, seconds: float | None = None) -> None:
         seconds = _cut_seconds(self.scheduler.random) if seconds is None else seconds
         self._disturbances.add(self.scheduler.now, seconds, process.name)
@@ -675,12 +710,23 @@ class QueueSimulation(Simulation):
         now = self.scheduler.now
         for what in self.books.excess(self._live_trackers()):
             self.broken(what)
+        if self.plan.faults == ("link",):
+            self._check_somebody_works(now)
         if not self.is_faulty and now > self._quiet_since + _SETTLE_SECONDS:
             for place in self.oracle.waiting:
                 deadline = self.oracle.deadline(place)
                 if deadline is not None and deadline + _OVERDUE_SECONDS < now:
                     self.broken(f"the message at {place} expired {now - deadline:.1f} s ago, and does not come again")
         self.scheduler.after(1.0, self._watch)
+
+    def _check_somebody_works(self, now: float) -> None:
+        """Nothing waits for long while a tracker and a consumer of each queue reach all brokers."""
+        for place in self.oracle.waiting:
+            deadline = self.oracle.deadline(place)
+            since = self.oracle.copies[place].at if deadline is None else deadline
+            if since + _PROMISED_SECONDS < now:
+                what = "is not started" if deadline is None else "expired and does not come again"
+                self.broken(f"the message at {place} {what} for {now - since:.0f} s, and others could do it")
 
     def _live_trackers(self) -> list[tuple[Process, RedeliveryTracker]]:
         return [
@@ -813,7 +859,7 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
     with ExitStack() as stack:
         for name, double in doubles.items():
             stack.enter_context(patch.object(product_clients, name, double))
-        for small in _SMALL:
+        for small in (*_SMALL, *_ANSWERS):
             stack.enter_context(patch.object(*small))
         stack.enter_context(patch.object(MarkerPartition, "_read_tick", reading))
         stack.enter_context(patch.object(MarkerPartition, "take_expired", taking))

@@ -71,6 +71,9 @@ class Client:
     def assignment(self):
         return [TopicPartition("messages", 0)]
 
+    def memberid(self):
+        return "us"
+
     def assign(self, _):
         pass
 

@@ -21,6 +21,9 @@ class Consumer:
     def assign(self, _):
         pass
 
+    def memberid(self):
+        return "us"
+
     def pause(self, _):
         pass
 
