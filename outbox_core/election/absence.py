@@ -29,10 +29,13 @@ _LOOK_EVERY_SECONDS = 1.0
 
 
 class Absence(Protocol):
-    """One time out of the group, for the thread of the member."""
+    """One time out of the group, for the thread of the member; `begins` is the first call."""
 
     reason: str
     condition: str  # for the return, for people: "comes back when ..."
+
+    def begins(self, now: float) -> None:
+        """Note that the group was left, after a hand-over that may have taken long."""
 
     def news(self, now: float, heard_at: float) -> str:
         """Return the reason to come back, '' for none yet; `heard_at` is the time of a leader's last heartbeat."""
@@ -70,19 +73,22 @@ class UnableToLead:
 
     Args:
         reason: for people.
-        left_at: time of leaving the group.
         shortest: seconds of an absence at least.
         send: sends a look to the leader topic, and must not wait.
     """
 
     condition = "a message of its own comes back from the leader topic"
 
-    def __init__(self, reason: str, left_at: float, shortest: float, send: Callable[[Look], None]) -> None:
+    def __init__(self, reason: str, shortest: float, send: Callable[[Look], None]) -> None:
         self.reason = reason
-        self._due = left_at
-        self._earliest = left_at + shortest
+        self._due = self._earliest = 0.0
+        self._shortest = shortest
         self._send = send
         self._look = Look()
+
+    def begins(self, now: float) -> None:
+        """Note that the group was left."""
+        self._due, self._earliest = now, now + self._shortest
 
     def news(self, now: float, _heard_at: float) -> str:
         """Return the reason to come back, '' for none yet; send a look now and then."""
@@ -107,20 +113,23 @@ class SteppedDown:
 
     Args:
         reason: for people.
-        left_at: time of leaving the group.
         shortest: seconds of an absence at least.
         question: the application's own answer.
     """
 
     condition = f"it is able again, or no process leads for {SILENCE_SECONDS:g} s"
 
-    def __init__(self, reason: str, left_at: float, shortest: float, question: AbilityQuestion) -> None:
+    def __init__(self, reason: str, shortest: float, question: AbilityQuestion) -> None:
         self.reason = reason
-        self._heard_at = left_at
-        self._earliest = left_at + shortest
+        self._heard_at = self._earliest = 0.0
+        self._shortest = shortest
         self._question = question
         self._duty = Duty(random.random())  # noqa: S311  no secret
-        self._duty.left(left_at)
+
+    def begins(self, now: float) -> None:
+        """Note that the group was left."""
+        self._heard_at, self._earliest = now, now + self._shortest
+        self._duty.left(now)
 
     def news(self, now: float, heard_at: float) -> str:
         """Return the reason to come back, '' for none yet."""

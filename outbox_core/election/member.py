@@ -170,7 +170,7 @@ class Member:
         Out of the group already, it stays out for this reason instead.
         """
         question = AbilityQuestion(f"neli-{self._config.group_id}-able", is_able)
-        self._leave(SteppedDown(reason, now(), self._session, question))
+        self._leave(SteppedDown(reason, self._session, question))
 
     @property
     def _session(self) -> float:
@@ -184,7 +184,7 @@ class Member:
             cause = self._health.last_error
             reason = f"it had the partition and could not lead for {at - self._able_at:.0f} s"
             reason += f" ({cause})" if cause else ""
-            self._leave(UnableToLead(reason, at, self._session, self._send_look))
+            self._leave(UnableToLead(reason, self._session, self._send_look))
 
     def _leave(self, absence: Absence) -> None:
         """Leave the group for a time, after a hand-over, so that the coordinator gives the partition to another."""
@@ -197,6 +197,7 @@ class Member:
         self._hand_over()
         self._consumer.unsubscribe()  # which the next polls carry out
         self._left_at = now()
+        absence.begins(self._left_at)
         self._absence = absence
 
     def _stay_out(self, absence: Absence) -> None:

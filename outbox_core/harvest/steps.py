@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 READ: Final = "read the outbox table"
-ASK: Final = "ask the database"
+ASK: Final = "read the outbox's holds and marks"
 DELETE: Final = "delete published rows"
 
 BEGIN: Final = "settle what the last leader began"

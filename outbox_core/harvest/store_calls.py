@@ -91,6 +91,7 @@ class StoreCall(Generic[T]):
         """Run `work(store)` on the store's thread."""
         must(self._future is None, "a call must not start while another is under way")
         step, activity = self._step, self._ctx.metrics.activity
+        activity.tries_to(step.work)  # now: the thread may hang in the call of an earlier leadership
 
         def noted(store: OutboxStore) -> T:
             with activity.statement(*step):

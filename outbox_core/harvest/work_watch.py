@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 1.0
 _SUSPECT_AFTER_SECONDS = 8.0  # of failure: then the watch asks who does not answer
 _SUSPECT_AGAIN_SECONDS = 15.0
+_HANGS_SECONDS = 5.0
 _TELLING_SECONDS = 2.0  # an outage that is shorter is another's, or its beginning
 
 Place = tuple[str, int | None]
@@ -202,6 +203,9 @@ class WorkWatch:
         asks_database, asks_kafka = not OF_DATABASE.isdisjoint(overdue), not OF_KAFKA.isdisjoint(overdue)
 
         def is_able() -> bool:
+            # A call that still hangs occupies the thread that makes it.
+            if self._activity.longest_step[1] >= _HANGS_SECONDS:
+                return False
             try:
                 if asks_database:
                     questions.read_table()

@@ -114,6 +114,28 @@ class ElectorContract:
         start(drain).stop()
         assert len(done) == 1
 
+    def test_stepping_down_revokes(self, start):
+        """Who steps down hands over soon, with a LeaderRevoked of its leader ID, and says why it does not lead."""
+        told = threading.Event()
+        events = []
+
+        def on_event(event):
+            events.append(event)
+            if isinstance(event, LeaderRevoked):
+                told.set()
+
+        elector = start(on_event)
+        leader_id = elector.leadership.leader_id
+        elector.step_down("the database does not answer", lambda: False)
+        assert told.wait(10)
+        assert [event.leader_id for event in events] == [leader_id, leader_id]
+        deadline = time.monotonic() + 10
+        while elector.leadership is not None or "the database does not answer" not in (elector.trouble or ""):
+            assert time.monotonic() < deadline, elector.trouble
+            time.sleep(0.01)
+        elector.stop()
+        assert len(events) == 2
+
     def test_handlers_may_fail(self, start):
         """An exception in a handler neither ends the elector nor hides later events."""
         events = []

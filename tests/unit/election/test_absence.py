@@ -24,7 +24,9 @@ class _Answer:
 def unable():
     """Return the absence of an owner that could not lead, with the looks that it sends."""
     sent = []
-    return UnableToLead("it could not lead", LEFT_AT, SESSION, sent.append), sent
+    absence = UnableToLead("it could not lead", SESSION, sent.append)
+    absence.begins(LEFT_AT)
+    return absence, sent
 
 
 def test_a_look_must_come_back():
@@ -73,7 +75,9 @@ def test_who_cannot_write_stays_out_for_ever():
 def stepped_down():
     """Return the absence of an application that cannot work, with the answer to its question."""
     answer = _Answer()
-    return SteppedDown("no database", LEFT_AT, SESSION, answer), answer
+    absence = SteppedDown("no database", SESSION, answer)
+    absence.begins(LEFT_AT)
+    return absence, answer
 
 
 def test_who_is_able_again_comes_back():

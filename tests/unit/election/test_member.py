@@ -300,6 +300,20 @@ def test_stepping_down_is_a_hand_over(member, clock):
     assert member.trouble is None or "left" not in member.trouble
 
 
+@pytest.mark.usefixtures("clock")
+def test_an_absence_begins_after_the_hand_over(member, monkeypatch):
+    """However long the work in flight takes to end, the session out of the group begins after that."""
+    make_leader(member)
+    at = now()
+    member._barrier = lambda _: monkeypatch.setattr("outbox_core.election.member.now", lambda: at + 30.0)
+    member.step_down("no database", lambda: True)
+    member._absence._question.is_able = True
+    for seconds, is_out in ((30.1, True), (35.9, True), (36.5, False)):
+        monkeypatch.setattr("outbox_core.election.member.now", lambda seconds=seconds: at + seconds)
+        member.run_once()
+        assert member.is_out == is_out
+
+
 def test_who_stepped_down_waits_while_another_leads(member, clock):
     """Heartbeats of another leader keep a member out that is not able."""
     member.step_down("no database", lambda: False)

@@ -280,6 +280,15 @@ def test_the_probe_is_of_what_failed(world):
     assert is_able()
 
 
+def test_who_still_hangs_is_not_able(world):
+    """A call that has not ended keeps its thread: new connections help nobody."""
+    with world.activity.statement(*SCAN):
+        world.pass_(PATIENCE_SECONDS + 1)
+        [(_, is_able)] = world.steps_down
+        assert not is_able()
+    assert is_able()
+
+
 def test_an_elector_that_cannot_step_down(world):
     """An elector of the user's own keeps its leadership, and Kafka is not asked who is there."""
     del world.elector.step_down
