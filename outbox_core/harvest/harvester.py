@@ -34,7 +34,7 @@ from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
 from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
-from outbox_core.harvest.store_calls import StoreThread
+from outbox_core.harvest.store_calls import StoreCall, StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.harvest.work_watch import WorkWatch
 from outbox_core.kafka.admin import check_connection
@@ -387,7 +387,7 @@ class Harvester:
 
     def _harvest_whenever_leading(self, ctx: HarvestContext) -> None:
         elector = ctx.elector
-        standby = _StandbyDrain(ctx) if self._drain else None
+        standby = _StandbyDrain(ctx, self._stopping.is_set) if self._drain else None
         while not self._stopping.is_set():
             if elector.failure is not None:
                 raise elector.failure
@@ -430,24 +430,27 @@ class Harvester:
 class _StandbyDrain:
     """A check, while another process leads, if the table is empty but for held rows."""
 
-    def __init__(self, ctx: HarvestContext) -> None:
+    def __init__(self, ctx: HarvestContext, is_stopping: Callable[[], bool]) -> None:
         self._ctx = ctx
+        self._is_stopping = is_stopping
         self._next_at = now() + _STANDBY_DRAIN_CHECK_SECONDS
 
     def is_drained(self) -> bool:
         if now() < self._next_at:
             return False
         began = now()
+        look: StoreCall[bool] = StoreCall(self._ctx.marker, self._ctx)
+        look.start(nothing_waits)
+        while not look.is_done:
+            if self._is_stopping() or self._ctx.elector.leadership is not None:
+                return False
+            look.wait(_STANDBY_TICK_SECONDS)
+        # Behind a large backlog that is held the look takes its time: a fifth of the database's, at most.
+        self._next_at = now() + max(_STANDBY_DRAIN_CHECK_SECONDS, 4 * (now() - began))
         try:
-            drained = self._ctx.marker.submit(nothing_waits).result()
-        except StoreUnavailable as error:
-            self._ctx.database.failed(error, self._ctx.marker)
+            return look.result()
+        except StoreUnavailable:
             return False
-        finally:
-            # Behind a large backlog that is held the look takes its time: a fifth of the database's, at most.
-            self._next_at = now() + max(_STANDBY_DRAIN_CHECK_SECONDS, 4 * (now() - began))
-        self._ctx.database.recovered(self._ctx.marker)
-        return drained
 
 
 def _one_line(text: str) -> str:

@@ -53,7 +53,7 @@ from outbox_core.harvest.failures.policy import Decision, decide
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.steps import MARK, PURGE
-from outbox_core.harvest.store_calls import StoreCall
+from outbox_core.harvest.store_calls import LeadershipWait, StoreCall
 from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import TransactionalIdentity
@@ -321,10 +321,13 @@ class AtLeastOnce:
     def _check_drained(self) -> None:
         if not self._drain or self._lanes.held or self._failures.backoffs:
             return
+        check: StoreCall[bool] = StoreCall(self._ctx.marker, self._ctx)
+        check.start(nothing_waits)
+        if not LeadershipWait(self._over, self._ctx).until_done(check):
+            return
         try:
-            self.drained = self._ctx.marker.submit(nothing_waits).result()
+            self.drained = check.result()
         except StoreUnavailable as error:
-            self._ctx.database.failed(error, self._ctx.marker)
             self._remark_if_in_doubt(error)
 
     # -- send
