@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -40,9 +40,10 @@ from outbox_spark.config import RelaySettings
 from outbox_spark.metrics import serving
 from outbox_spark.relay import fencing
 from outbox_spark.relay.batch import has_ended, publish, refuse_functions
+from outbox_spark.relay.duty import RelayDuty
 from outbox_spark.relay.leadership import Contender
 from outbox_spark.relay.monitor import OnProgress, RelayMonitor
-from outbox_spark.relay.plan import BatchPlan, Planner, Transform
+from outbox_spark.relay.plan import BatchPlan, Planner, ShardOutcome, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.runtime.secrets import filled_harvest
@@ -55,7 +56,7 @@ _POLL_SECONDS = 0.1
 _IDLE_SECONDS = 0.2
 _EMPTY_CHECK_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 30.0
+_LONGEST_PAUSE_SECONDS = 10.0  # a third of the time in which it must go on once all is mended
 _CLEAN_UP_SECONDS = 30.0
 _ROTATE_SECONDS = 3600.0
 # Another try does not mend these.
@@ -135,11 +136,16 @@ class _Relay:
         contender, monitor = Contender(harvest, self._identity.outbox, server_id), self._monitor
         metrics = monitor.metrics
         metrics.outbox_name = metrics.outbox_name or self._identity.outbox
+        kafka, timeout = harvest.base_kafka_config, harvest.limits.statement_timeout.total_seconds()
+        probe = partial(ShardStore.of, harvest, statement_timeout=timeout)
+        self._duty = RelayDuty(kafka, contender.group_id, probe, contender.step_down)
         with closing(self._store), serving(harvest, metrics.registry, lambda: monitor.health(contender.trouble)):
             contender.start()
+            self._duty.start()
             try:
                 self._contend(contender, once=once)
             finally:
+                self._duty.close()
                 contender.stop()
 
     def _contend(self, contender: Contender, *, once: bool) -> None:
@@ -151,8 +157,10 @@ class _Relay:
                 self._stopping.wait(_EMPTY_CHECK_SECONDS if once else _POLL_SECONDS)
                 continue
             self._monitor.leads(lease.term)
+            self._duty.leads(True)
             try:
                 finished = self._lead(lease, contender, once=once)
+                self._duty.leads(False)
                 if self._clean_up(partial(contender.holds, lease)) and finished:
                     return
             finally:
@@ -176,6 +184,7 @@ class _Relay:
         planner: Planner | None = None
         is_settled = False
         while leads():
+            self._duty.tries()
             try:
                 if not is_settled:
                     self._settle(leads)
@@ -187,7 +196,7 @@ class _Relay:
             except _PERMANENT:
                 raise
             except OutboxError as error:
-                self._wait_after(str(error))
+                self._wait_after(str(error), leads)
                 continue
             if ranges:
                 # After a failure the topic of the manifests may be gone, or a torn transaction take long to read back.
@@ -195,6 +204,7 @@ class _Relay:
             elif once:
                 return True
             else:
+                self._duty.succeeded()
                 self._stopping.wait(_IDLE_SECONDS)
         return False
 
@@ -220,24 +230,32 @@ class _Relay:
             _log.debug("%s", error)
             if leads() and has_ended(self._spark):  # nobody else can lead while we do
                 raise RelayFailed(f"Spark has ended, start the relay again: {reason_of(error)}") from None
-            self._wait_after(reason_of(error))
+            self._wait_after(reason_of(error), leads)
             return False
         if outcomes is None:
             return False
         for outcome in outcomes:
             planner.finished(outcome)
-        settled = sum(outcome.settled for outcome in outcomes)
-        if settled:
-            _log.info("deleted %d rows that an earlier attempt of a task had published", settled)
-        if self._monitor.finished(outcomes, time.monotonic() - began):
-            self._pause = _FIRST_PAUSE_SECONDS
-        failures = [outcome for outcome in outcomes if outcome.error]
+        failures = self._take_in(outcomes, time.monotonic() - began)
         for failure in failures:
             if failure.error in _PERMANENT_NAMES:
                 raise RelayFailed(failure.message)
         if failures and leads():
-            self._wait_after(failures[0].message)
+            self._wait_after(failures[0].message, leads)
         return not failures
+
+    def _take_in(self, outcomes: Sequence[ShardOutcome], seconds: float) -> list[ShardOutcome]:
+        """Note what the shards of a batch did, and return those that failed."""
+        settled = sum(outcome.settled for outcome in outcomes)
+        if settled:
+            _log.info("deleted %d rows that an earlier attempt of a task had published", settled)
+        failures = [outcome for outcome in outcomes if outcome.error]
+        has_published = self._monitor.finished(outcomes, seconds)
+        if has_published:
+            self._pause = _FIRST_PAUSE_SECONDS
+        if has_published or not failures:
+            self._duty.succeeded()
+        return failures
 
     def _rotate_archive(self) -> None:
         """Make and drop partitions of the archive, if there is one: among relays alone nobody else does."""
@@ -249,9 +267,12 @@ class _Relay:
         except OutboxError as error:
             _log.warning("the archive's partitions are made and dropped in an hour: %s", error)
 
-    def _wait_after(self, failure: str) -> None:
+    def _wait_after(self, failure: str, leads: Callable[[], bool]) -> None:
         _log.warning("the relay goes on in %.0f s: %s", self._pause, failure.strip()[:500])
-        self._stopping.wait(self._pause)
+        self._duty.failed(failure.strip()[:500])
+        end = time.monotonic() + self._pause
+        while time.monotonic() < end and leads():  # a hand-over waits for us
+            self._stopping.wait(_POLL_SECONDS)
         self._pause = min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
 
     def _clean_up(self, holds: Callable[[], bool]) -> bool:

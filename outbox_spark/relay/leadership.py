@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership, Neli, NeliConfig
 from outbox_core.election.lease import now
 from outbox_core.events import Event, LeaderAcquired, LeaderRevoked
+
+_UNABLE_SECONDS = 5.0
 
 
 class Contender:
@@ -18,7 +21,10 @@ class Contender:
     """
 
     def __init__(self, config: HarvestConfig, identity: str, server_id: str) -> None:
-        self._elector = Neli(NeliConfig.of(config, identity, server_id), self._on_event)
+        settings = NeliConfig.of(config, identity, server_id)
+        self.group_id = settings.group_id
+        self._elector = Neli(settings, self._on_event)
+        self._steps_down = False  # because it cannot work
         self._drain_seconds = config.limits.drain_timeout.total_seconds()
         self._changed = threading.Condition()
         self._announced: Leadership | None = None
@@ -32,12 +38,21 @@ class Contender:
         """Hand over, and stop contending."""
         self._elector.stop()
 
+    def step_down(self, reason: str, is_able: Callable[[], bool]) -> None:
+        """Hand over, and contend again once this process is able to work; see `Neli.step_down`."""
+        self._steps_down = True
+        self._elector.step_down(reason, is_able)
+
     def _on_event(self, event: Event) -> None:
         with self._changed:
             self._announced = self._elector.leadership if isinstance(event, LeaderAcquired) else None
             if isinstance(event, LeaderRevoked):
                 # The group elects no other leader before this returns: wait until the query has stopped.
-                self._changed.wait_for(lambda: not self._busy, self._drain_seconds)
+                # One that cannot work may hang, and must not hold up its successor, which fences it anyway.
+                most = min(_UNABLE_SECONDS, self._drain_seconds) if self._steps_down else self._drain_seconds
+                self._changed.wait_for(lambda: not self._busy, most)
+            if isinstance(event, LeaderAcquired):
+                self._steps_down = False
 
     @property
     def trouble(self) -> str | None:
