@@ -339,6 +339,8 @@ class ChaosRun:
 
     def _note_long_wait(self, name: str, wait: Wait) -> None:
         """Note that a row waits for too long, and let the harvesters print what they are doing."""
+        if not self._began_at:  # they have not caught up with the beginning of the load yet
+            return
         outbox = next(one for one in self.outboxes if one.name == name)
         when = f"{time.strftime('%H:%M:%S', time.localtime(wait.at))} ({wait.at - self._began_at:.0f} s)"
         last, load = self._ill.get(name, "none yet"), os.getloadavg()[0] / (os.cpu_count() or 1)
