@@ -94,7 +94,7 @@ class Activity:
         self.duty = Duty()
         self.culprit = ""  # who does not answer, for people, as far as the watch knows
         self.unreachable: Mapping[tuple[str, int | None], float] = {}  # partitions or topics that fail -> since when
-        self._steps: dict[str, float] = {}  # under way -> when they began
+        self._steps: dict[object, tuple[float, str]] = {}  # under way: when each began, and its name
         self._begin()
 
     def begin(self) -> None:
@@ -112,6 +112,7 @@ class Activity:
     def end(self) -> None:
         """End a leadership: nothing is owed any more."""
         self.duty.ended()
+        self.culprit = ""
 
     def cannot_reach(self, places: Mapping[tuple[str, int | None], float]) -> None:
         """Note partitions, or topics, that Kafka could not be reached for, with the seconds since the first failure."""
@@ -121,11 +122,12 @@ class Activity:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Note a call that may hang, for as long as it is under way."""
-        self._steps[name] = self.now()
+        token = object()  # two threads may be at steps of one name
+        self._steps[token] = self.now(), name
         try:
             yield
         finally:
-            self._steps.pop(name, None)
+            del self._steps[token]
 
     @contextmanager
     def statement(self, name: str, work: str) -> Iterator[None]:
@@ -147,8 +149,8 @@ class Activity:
     @property
     def longest_step(self) -> tuple[str, float]:
         """The call that has been under way for the longest time, and for how many seconds; "" for none."""
-        began = sorted((since, name) for name, since in list(self._steps.items()))
-        return (began[0][1], self.now() - began[0][0]) if began else ("", 0.0)
+        since, name = min(list(self._steps.values()), default=(self.now(), ""))  # others change it meanwhile
+        return name, self.now() - since
 
     @property
     def circumstances(self) -> str:

@@ -358,7 +358,7 @@ class Member:
         consumer.incremental_assign([self._next(place) for place in mine] + others)
         if others:
             consumer.pause(others)
-        if mine:
+        if mine and self._absence is None:  # else it was on its way when we left, and is revoked next
             logger.debug("%s owns %s[%d]", self._config.name, self._place.topic, self._place.partition)
             self._observer.pause()
             self._ownership = Ownership(

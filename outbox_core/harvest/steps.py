@@ -34,6 +34,7 @@ class Step(NamedTuple):
 
 MARK: Final = Step("a mark", READ)
 SCAN: Final = Step("a scan", READ)
+LOOK: Final = Step("a look at what waits", READ)
 PURGE: Final = Step("a purge", DELETE)
 DEAD_LETTERS: Final = Step("the deletion of dead letters", DELETE)
 HOLDS: Final = Step("the reading of holds", ASK)

@@ -52,7 +52,7 @@ from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.failures.policy import Decision, decide
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
-from outbox_core.harvest.steps import MARK, PURGE
+from outbox_core.harvest.steps import LOOK, MARK, PURGE
 from outbox_core.harvest.store_calls import LeadershipWait, StoreCall
 from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
@@ -321,7 +321,7 @@ class AtLeastOnce:
     def _check_drained(self) -> None:
         if not self._drain or self._lanes.held or self._failures.backoffs:
             return
-        check: StoreCall[bool] = StoreCall(self._ctx.marker, self._ctx)
+        check: StoreCall[bool] = StoreCall(self._ctx.marker, self._ctx, LOOK)
         check.start(nothing_waits)
         if not LeadershipWait(self._over, self._ctx).until_done(check):
             return

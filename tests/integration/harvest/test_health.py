@@ -200,3 +200,34 @@ def test_table_that_is_not_read_is_trouble(activity):
     assert "the table was not read for 50 s" in activity.trouble(30)
     activity.begin()
     assert activity.trouble(30) is None
+
+
+def test_the_call_that_is_waited_for_is_named(activity):
+    """A leader that waits for Kafka says so, and not that the table is not read: the longest of all calls counts."""
+    activity.begin()
+    activity.tries_to("end a transaction")
+    with activity.step("the commit of a transaction"):
+        activity.clock.time += 31
+        with activity.statement("a scan", "read the outbox table"):
+            activity.clock.time += 4
+            told = activity.trouble(30)
+    assert told == (
+        "it leads, and could not end a transaction for 35 s; it waits for the commit of a transaction for 35 s"
+    )
+    activity.culprit = "broker 3 at kafka3:9092 does not answer"
+    assert activity.trouble(30).endswith("for 35 s; broker 3 at kafka3:9092 does not answer")
+    activity.duty.succeeded("end a transaction")
+    assert "the table was not read for 35 s" in activity.trouble(30)
+    activity.looked()
+    activity.finished()
+    assert activity.trouble(30) is None
+
+
+def test_two_calls_of_one_name(activity):
+    """Threads may be at equal steps: the end of the later one hides the earlier one from nobody."""
+    with activity.step("a statement"):
+        activity.clock.time += 10
+        with activity.step("a statement"):
+            activity.clock.time += 1
+        assert activity.longest_step == ("a statement", 11.0)
+    assert activity.longest_step == ("", 0.0)

@@ -314,6 +314,17 @@ def test_an_absence_begins_after_the_hand_over(member, monkeypatch):
         assert member.is_out == is_out
 
 
+def test_an_assignment_that_comes_late(member, clock):
+    """A partition that was assigned just before the group was left is not claimed: the claim would depose a leader."""
+    member.step_down("no database", lambda: False)
+    member._producer.written.clear()
+    member._on_assign(_Group(), [PLACE])
+    clock(3)
+    assert member._producer.written == []
+    member._on_revoke(None, [PLACE])
+    assert member.events == []
+
+
 def test_who_stepped_down_waits_while_another_leads(member, clock):
     """Heartbeats of another leader keep a member out that is not able."""
     member.step_down("no database", lambda: False)
