@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _NAME = "kafka-outbox doctor"
 _DATABASE, _KAFKA = "database", "Kafka"
+_LATE_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class _Learned:
     server_id: str = ""
     topics: list[str] = field(default_factory=list)
     with_keyless: set[str] = field(default_factory=set)
+    oldest_ready_seconds: float = 0.0  # of the records that no hold keeps
 
 
 def examine(
@@ -127,7 +129,9 @@ def _examine_database(
             yield _settled_floor(config)
         yield from table.from_rows(without_marks=config.delivery == "exactly-once")
         yield from checks.held_findings()
-        heads = checks.topics_at_head()[:MOST_TOPICS]
+        heads = checks.topics_at_head()
+        learned.oldest_ready_seconds = max((head.oldest_deliverable_seconds or 0.0 for head in heads), default=0.0)
+        heads = heads[:MOST_TOPICS]
         learned.topics = [head.topic for head in heads]
         learned.with_keyless = {head.topic for head in heads if head.has_keyless}
 
@@ -171,7 +175,10 @@ def _examine_kafka(config: HarvestConfig, learned: _Learned, connecting: KafkaCo
     members = kafka.leader_group(group)
     yield members
     if learned.identity and members.verdict is Verdict.OK:  # else there are none, or they are not ours
-        yield _leader(config, identity, learned.server_id)
+        leader = _leader(config, identity, learned.server_id)
+        yield leader
+        if leader.verdict is Verdict.OK and learned.oldest_ready_seconds > _LATE_SECONDS:
+            yield _delay(learned.oldest_ready_seconds, leader.detail)
     # The head names the outbox; ids and times take eight bytes each.
     manifest_bytes = 2048 + 16 * config.limits.most_in_transaction
     yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
@@ -185,6 +192,15 @@ def _examine_kafka(config: HarvestConfig, learned: _Learned, connecting: KafkaCo
     yield kafka.writers([leader_topic, tracking.topic, tracking.relay_topic])
     if learned.topics:
         yield from kafka.topics(learned.topics, with_keyless=learned.with_keyless)
+
+
+def _delay(seconds: float, leader: str) -> Finding:
+    return warning(
+        "delay",
+        f"records that no hold keeps have waited for {seconds:,.0f} s, and {leader}",
+        "`outbox status --watch` shows whether they become fewer, as after a burst; if not, that harvester's /healthz "
+        "and log name what it waits for: a database connection, a broker, a lock, a refusal",
+    )
 
 
 def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:

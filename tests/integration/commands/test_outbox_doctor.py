@@ -285,6 +285,26 @@ def test_status_names_the_leader(database, kafka_bootstrap, run):
     assert [(each["client_id"], each["leads"]) for each in status["harvesters"]] == [("harvester-of-status", True)]
 
 
+def test_doctor_warns_of_records_that_a_leader_leaves(connection, database, kafka_bootstrap, run):
+    """Records of more than 30 s that nothing holds, beside a leader, are a warning that says where to look."""
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    config = HarvestConfig(data_source=database, base_kafka_config=kafka, name="idle-one")
+    identity = f"{connection.info.dbname}.public.outbox"
+    ((server,),) = connection.execute("SELECT system_identifier::text FROM pg_control_system()").fetchall()
+    late = "INSERT INTO outbox (kafka_topic, create_time) VALUES (%s, now() - interval '40 s')"
+    with Neli(NeliConfig.of(config, identity, server)) as idle:
+        wait_until(lambda: idle.is_leader, "leadership")
+        connection.execute(INSERT, ("fresh", 3))
+        connection.execute(late, ("paused",))
+        connection.execute("INSERT INTO outbox_hold (outbox, kafka_topic) VALUES ('public.outbox', 'paused')")
+        assert "delay" not in of(run("doctor")[1], "warning")
+        connection.execute(late, ("late",))
+        finding = of(run("doctor")[1], "warning")["delay"]
+    assert "have waited for " in finding["detail"]
+    assert "idle-one leads" in finding["detail"]
+    assert "/healthz" in finding["remedy"]
+
+
 def test_doctor_sees_who_leads(database, kafka_bootstrap, run):
     """The doctor names the leader; a leader of an equally named outbox of another server is a problem naming both."""
     kafka = {"bootstrap.servers": kafka_bootstrap}

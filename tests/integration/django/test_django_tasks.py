@@ -1,6 +1,8 @@
 """Django's tasks over the outbox on a real Postgres: enqueuing, results, one attempt at a time, checks and admin."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from django.utils import timezone
 from outbox_core.errors import InvalidConfig, InvalidRecord, TransactionRequired
 from outbox_core.schema import TableName, create_table_sql
 from outbox_django.models import Outbox
-from outbox_django.tasks import OutboxTaskBackend, worker
+from outbox_django.tasks import OutboxTaskBackend, results, worker
 from outbox_django.tasks.library import TaskResultDoesNotExist, TaskResultStatus, task_backends, task_finished
 from outbox_django.tasks.models import Result
 from outbox_django.tasks.worker import TaskAborted, TaskRunner
@@ -294,6 +296,37 @@ def test_an_outage_of_the_database_uses_up_no_attempt(monkeypatch, meanwhile):
     assert acks.nacks == [(10_000, False)]
     result.refresh()
     assert (result.status, result.errors) == (TaskResultStatus.RUNNING if meanwhile else TaskResultStatus.READY, [])
+
+
+@pytest.mark.parametrize("moment", ["begin", "write"])
+def test_a_database_that_says_nothing_keeps_no_worker(monkeypatch, caplog, moment):
+    """Counting an attempt and keeping its result end by a deadline, with one log line; the next attempt runs."""
+    monkeypatch.setattr("outbox_django.databases.SHORT_SECONDS", 1.0)
+    sample_tasks.noop.enqueue()
+    stopped = []
+
+    def freeze(*given):
+        connection = connections["default"]
+        connection.ensure_connection()
+        monkeypatch.setattr(results, moment, original)
+        pid = connection.connection.info.backend_pid
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+        return original(*given)
+
+    original = getattr(results, moment)
+    monkeypatch.setattr(results, moment, freeze)
+    try:
+        with pytest.raises(OperationalError) as caught:
+            _run()
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    (line,) = [record.getMessage() for record in caplog.records if "was given up" in record.getMessage()]
+    assert "has not answered for 1 s (the " in line
+    assert caught.value.__notes__[-1] == line
+    _run(attempt=2)
+    assert Result.objects.get().status == TaskResultStatus.SUCCESSFUL
 
 
 def test_an_error_of_a_database_that_is_there_counts():

@@ -3,22 +3,27 @@
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
+from datetime import timedelta
 from uuid import uuid4
 
+import pg8000.dbapi
 import psycopg
+import psycopg2
 import pytest
 
 from devstack.ports import LOCALHOST
 from devstack.proxy import TcpProxy
+from outbox_core.claims.stores import TableStore
 from outbox_core.cli import main
 from outbox_core.console.outboxes import ConsoleOutbox
 from outbox_core.doctor import session as doctor_session
 from outbox_core.doctor.session import DatabaseSession
 from outbox_core.doctor.status import Unknown, read_database_status
 from outbox_core.errors import StoreUnavailable
+from outbox_core.inbox import Inbox
 from outbox_core.retention.archive import archive_statements
-from outbox_core.schema import create_history_sql, notify_sql
+from outbox_core.schema import TableName, create_history_sql, create_inbox_sql, notify_sql
 from outbox_core.stores.interface import NewHold, NewStatistics, RowQuery
 from outbox_core.stores.postgres import connection as connections
 from outbox_core.stores.postgres import deadlines, notify
@@ -248,6 +253,59 @@ def test_command_ends(proxy, monkeypatch, capsys, arguments):
     monkeypatch.setattr(BoundedConnection, "set_patience", cut_after)
     assert main([*arguments, "--dsn", proxy.data_source]) != 0
     assert f"{LOCALHOST}:{proxy.port} has not answered for 1 s" in capsys.readouterr().err
+
+
+def _connect_pg8000(source):
+    given = psycopg.conninfo.conninfo_to_dict(source)
+    names = {"user": "user", "password": "password", "host": "host", "dbname": "database"}
+    return pg8000.dbapi.connect(port=int(given["port"]), **{name: given[key] for key, name in names.items()})
+
+
+_DRIVERS = {"psycopg": psycopg.connect, "psycopg2": psycopg2.connect, "pg8000": _connect_pg8000}
+
+
+@pytest.mark.parametrize("driver", _DRIVERS)
+def test_connection_of_another_is_given_up(scene, proxy, monkeypatch, caplog, driver):
+    """Pruning on a caller's connection ends with the driver's own error and one log line, whatever the driver."""
+    scene.execute(create_inbox_sql(TableName("inbox")))
+    monkeypatch.setattr("outbox_core.inbox.LONG_SECONDS", 1.0)
+    inbox = Inbox("inbox")
+    connection = _DRIVERS[driver](proxy.data_source)
+    assert inbox.prune(connection, timedelta(days=1)) == 0
+    proxy.cut()
+    with pytest.raises(Exception) as caught:  # noqa: PT011  each driver has its own
+        inbox.prune(connection, timedelta(days=1))
+    with suppress(Exception):  # pg8000 says goodbye even to a connection that is lost
+        connection.close()
+    (line,) = [record.getMessage() for record in caplog.records if "given up" in record.getMessage()]
+    silence = f"the database at {LOCALHOST}:{proxy.port} has not answered for 1 s (pruning the inbox)"
+    assert line == f"{silence}; the connection was given up"
+    assert caught.value.__notes__ == [line]
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+def test_store_of_payloads_is_given_up(scene, proxy, monkeypatch, driver):
+    """A payload that the database does not return ends with an error; the next call makes a connection of its own."""
+    monkeypatch.setattr("outbox_core.claims.stores.SHORT_SECONDS", 1.0)
+    frozen = threading.Event()
+
+    def connect():
+        connection = _DRIVERS[driver](proxy.data_source)
+        if frozen.is_set():
+            proxy.cut()
+        return connection
+
+    store = TableStore(connect)
+    scene.execute(store.create_sql)
+    name = f"t/20261127T120000Z-{uuid4().hex}"
+    store.put(name, b"payload")
+    frozen.set()
+    with pytest.raises(Exception) as caught:  # noqa: PT011  each driver has its own
+        store.get(name)
+    assert "has not answered for 1 s (payloads in outbox_claim)" in caught.value.__notes__[0]
+    frozen.clear()
+    proxy.restore()
+    assert store.get(name) == b"payload"
 
 
 def _copy_much(connection, proxy):
