@@ -20,14 +20,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
-from outbox_core.errors import KafkaUnavailable, OutboxError
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry
-from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.duty import ASK_SECONDS, Duty
 from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
+from outbox_core.outage import Outage
 from outbox_queue.config import QueueConfig
 from outbox_queue.protocol.clients import common_settings
 
@@ -36,28 +36,43 @@ LEAVE_SECONDS: Final = 2.0
 
 _LOOK_SECONDS = 1.0
 _HELD_UP_SECONDS = 5.0  # between two looks: this process had no CPU, and nothing is known of its links
-_CHECK_SECONDS = 3.0  # between two checks of the brokers that are read from
+_QUIET_SECONDS = 10.0  # without a record of a partition: then its leader is asked
+_ANSWERS_LAST_SECONDS = 5.0
 _SUSPECT_SECONDS = 12.0  # of failure: then the brokers that do not answer are looked for
 _SEARCH_SECONDS = 10.0  # between two such searches
 _FIRST_STAYS_SECONDS = 8.0  # longer than the others need to look, to ask and to leave
 _MEMBERS_SECONDS = 3.0
-_REACH_SECONDS = 5.0  # half of it for the list of brokers
+_REACH_SECONDS = 8.0  # half of it for the list of brokers; less than what is left of the patience by then
 
 _READ = "read"
 
 _log = logging.getLogger(__name__)
 
 
-def suspecting(config: QueueConfig, duty: GroupDuty) -> dict[str, Callable[[KafkaError], None]]:
-    """Return the setting of a consumer by which its errors make a duty check the brokers; the user's own goes on."""
-    users = config.kafka.get("error_cb")
+class _Answers:
+    """Which brokers do not answer, asked at most once in a while for all members of a process."""
 
-    def on_error(error: KafkaError) -> None:
-        duty.suspect(error)
-        if users is not None:
-            users(error)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while brokers are asked: the others wait for the same answer
+        self._known: dict[str, tuple[float, list[str]]] = {}
 
-    return {"error_cb": on_error}
+    def silent(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return the brokers that do not answer. Raises KafkaUnavailable if none does."""
+        key = repr(sorted(settings.items(), key=lambda one: one[0]))
+        with self._lock:
+            asked_at, silent = self._known.get(key, (float("-inf"), []))
+            if time.monotonic() - asked_at > _ANSWERS_LAST_SECONDS:
+                silent = unreachable_brokers(settings, _REACH_SECONDS)
+                self._known[key] = time.monotonic(), silent
+            return silent
+
+
+_answers = _Answers()
+
+
+def silent_brokers(settings: Mapping[str, Any]) -> list[str]:
+    """Return the brokers that do not answer, as asked seconds ago at most. Raises KafkaUnavailable if none does."""
+    return _answers.silent(settings)
 
 
 class GroupDuty:
@@ -83,8 +98,8 @@ class GroupDuty:
         self._lock = threading.Lock()  # held for moments
         self._partitions: frozenset[int] = frozenset()
         self._work_of: dict[str, int] = {}  # work -> its partition
-        self._suspected_at: float | None = None  # since a client reported an error, until every broker answers
-        self._checked_at = self._searched_at = self._asked_at = 0.0
+        self._well_at: dict[int, float] = {}  # partition -> when it was read, or its leader answered
+        self._searched_at = self._asked_at = 0.0
         self._silent: list[str] = []  # the brokers that do not answer, as found last
         self._member_id: str | None = None
         self._overdue_at: float | None = None  # since Kafka was asked first who is there
@@ -92,6 +107,7 @@ class GroupDuty:
         self._reason = ""  # why it has left
         self._left_at = 0.0
         self._is_deserted = False  # while it is out: nobody else is in the group
+        self._outage = Outage(f"watching over {name} in group {group}", _log)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"outbox-duty-{group}", daemon=True)
 
@@ -138,17 +154,16 @@ class GroupDuty:
 
     def has_read(self, partition: int) -> None:
         """Take in that records, or the end, of a partition of the group's topic were read."""
+        self._well_at[partition] = time.monotonic()
         self.succeeded(_READ, partition)
-
-    def suspect(self, _: KafkaError) -> None:
-        """Take in an error of the client that reads: the brokers that it reads from are checked."""
-        self._suspected_at = self._suspected_at or time.monotonic()
 
     def assigned(self, partitions: Iterable[int], member_id: str | None = None) -> None:
         """Take in which partitions the group has given to this member; none if it has lost its place."""
         with self._lock:
             self._member_id = member_id
             self._partitions = frozenset(partitions)
+            now = time.monotonic()
+            self._well_at = {one: self._well_at.get(one, now) for one in self._partitions}
             for work in [work for work, partition in self._work_of.items() if partition not in self._partitions]:
                 self._duty.dropped(work)
                 del self._work_of[work]
@@ -218,8 +233,10 @@ class GroupDuty:
             if time.monotonic() - looked_at < _HELD_UP_SECONDS:
                 try:
                     self._look()
-                except OutboxError as error:  # a client cannot be made, say: asked again
-                    _log.debug("%s: %s", self._name, error)
+                except Exception as error:  # a client cannot be made, say: asked again
+                    self._outage.failed(error)
+                else:
+                    self._outage.recovered()
             looked_at = time.monotonic()
 
     def _look(self) -> None:
@@ -245,8 +262,9 @@ class GroupDuty:
             self._silent = []
         elif now - self._searched_at >= _SEARCH_SECONDS:
             try:
-                self._silent = unreachable_brokers(self._settings, _REACH_SECONDS)
-            except KafkaUnavailable:
+                self._silent = silent_brokers(self._settings)
+            except KafkaUnavailable as error:
+                _log.debug("%s: %s", self._name, error)
                 self._silent = []
             self._searched_at = time.monotonic()
 
@@ -281,24 +299,24 @@ class GroupDuty:
             self._is_deserted = members is not None and not members
 
     def _check_readers(self) -> None:
-        """Find the brokers that are read from and do not answer: without a record to read, nothing else would tell."""
-        suspected_at, now = self._suspected_at, time.monotonic()
-        if suspected_at is None or now - self._checked_at < _CHECK_SECONDS:
+        """Ask the leaders of partitions that nothing was read from lately: perhaps there is nothing to read."""
+        now, well_at = time.monotonic(), self._well_at
+        quiet = [one for one, at in list(well_at.items()) if now - at >= _QUIET_SECONDS]
+        if not quiet:
             return
-        partitions = self._partitions
+        silent: dict[tuple[str, int], str] = {}
         try:
-            silent = unreachable_leaders(self._settings, [(self._topic, one) for one in partitions], _REACH_SECONDS)
-        except KafkaUnavailable:
+            if silent_brokers(self._settings):
+                silent = unreachable_leaders(self._settings, [(self._topic, one) for one in quiet], _REACH_SECONDS)
+        except KafkaUnavailable as error:
+            _log.debug("%s: %s", self._name, error)
             return
-        finally:
-            self._checked_at = time.monotonic()
-        for one in partitions:
+        for one in quiet:
             if (self._topic, one) in silent:
-                self._tried(_READ, one, suspected_at)
+                self._tried(_READ, one, well_at[one])
             else:
+                well_at[one] = now
                 self.succeeded(_READ, one)
-        if not silent:
-            self._suspected_at = None
 
     def _members(self) -> frozenset[str] | None:
         """Return the members of the group, None if Kafka does not say."""

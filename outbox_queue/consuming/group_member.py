@@ -26,7 +26,7 @@ from outbox_core.kafka.clients import (
 from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
 from outbox_queue.config import QueueConfig
 from outbox_queue.consuming.start_writers import NotStarted
-from outbox_queue.duty import GroupDuty, suspecting
+from outbox_queue.duty import GroupDuty
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.protocol.clients import consumer_settings, group_of
@@ -87,7 +87,7 @@ class GroupMember:
         self._is_paused = False
         self._polled_at = self._lag_reported_at = 0.0
         self.consumer: Consumer = make_consumer(
-            consumer_settings(config, group_of(queue), {"enable.partition.eof": True, **suspecting(config, duty)})
+            consumer_settings(config, group_of(queue), {"enable.partition.eof": True})
         )
 
     @property

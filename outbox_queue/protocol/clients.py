@@ -19,7 +19,6 @@ UNTIL_FLUSH_MS = 100  # linger of producers that are flushed after each batch: a
 _MOST_QUEUED_MESSAGES = 100_000
 _LARGEST_BATCH_BYTES = 1_000_000  # librdkafka's default
 _METADATA_INTERVAL_MS = 30_000  # librdkafka would read nothing of a new partition for five minutes
-_SOCKET_TIMEOUT_MS = 10_000  # librdkafka would wait a minute before it doubts a broker that it reads from
 _SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
 
 
@@ -70,7 +69,6 @@ def consumer_settings(config: QueueConfig, group: str, extra: Mapping[str, Any] 
     """Return settings of a consumer that reads committed records, and commits only explicitly."""
     return {
         "session.timeout.ms": _SESSION_TIMEOUT_MS,
-        "socket.timeout.ms": _SOCKET_TIMEOUT_MS,
         **common_settings(config),
         **(extra or {}),
         "group.id": group,

@@ -30,7 +30,7 @@ from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
 from outbox_core.outage import Outage
 from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
-from outbox_queue.duty import GroupDuty, suspecting
+from outbox_queue.duty import GroupDuty
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.protocol.clients import TRACKER_GROUP, consumer_settings, producer_settings
@@ -71,7 +71,7 @@ class TrackerLoop:
         self._read_since_commit = 0
         self._commit_at = self._report_at = 0.0
         self._outside_since: float | None = now_ms()
-        extra = {**_CONSUMER_SETTINGS, **config.kafka, "on_commit": self._note_commit, **suspecting(config, duty)}
+        extra = {**_CONSUMER_SETTINGS, **config.kafka, "on_commit": self._note_commit}
         self._consumer: Consumer = make_consumer(consumer_settings(config, TRACKER_GROUP, extra))
 
     @property

@@ -126,6 +126,7 @@ _SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONC
 """Batches and limits of the product that are small here, so that much happens between two of them."""
 
 _ANSWERS: tuple[tuple[Any, str, Any], ...] = (
+    (duty, "silent_brokers", lambda settings: unreachable_brokers(settings, duty._REACH_SECONDS)),
     (duty, "unreachable_brokers", unreachable_brokers),
     (duty, "unreachable_leaders", unreachable_leaders),
     (duty.GroupDuty, "_members", lambda self: members_of(self._group, duty._MEMBERS_SECONDS)),

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from devstack.ports import LOCALHOST
+from devstack.proxy import TcpProxy
 from outbox_core.errors import InvalidConfig, MarkedRowsFound
 from outbox_core.record import OutboxRecord
 from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, run_relay
@@ -21,6 +24,7 @@ from tests.spark.relay.relay_process import killing
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(600)]
 
+PROMISED_SECONDS = 45.0
 SPARK_SECONDS = 240.0
 """Longer than a Spark process takes to start on a machine that does seven other things."""
 
@@ -28,10 +32,12 @@ SPARK_SECONDS = 240.0
 class RelayProcess:
     """A relay in a process of its own."""
 
-    def __init__(self, scene, directory, *, once=False, records=200, fault=None, master="local[2]", spark=None):
+    def __init__(
+        self, scene, directory, *, once=False, records=200, fault=None, master="local[2]", spark=None, dsn=None
+    ):
         self.log = Path(directory) / f"relay-{os.urandom(3).hex()}.log"
         settings = {
-            "dsn": scene.database,
+            "dsn": dsn or scene.database,
             "table": scene.table.quoted,
             "bootstrap": scene.bootstrap,
             "records": records,
@@ -188,6 +194,34 @@ def test_a_relay_whose_jvm_dies_ends(scene, make_topic, relay_of):
     assert relay.wait() == 1
     assert "Spark has ended, start the relay again" in relay.text()
     assert scene.count() == 10
+
+
+@pytest.mark.complete
+@pytest.mark.alone
+@pytest.mark.parametrize("fault", ["refused", "black hole"])
+def test_a_relay_without_its_database_leaves_the_work_to_a_harvester(scene, make_topic, relay_of, postgres, fault):
+    """A leading relay whose link to the database is cut hands over within the promised time, and comes back later."""
+    topic = make_topic()
+    with TcpProxy(LOCALHOST, postgres.port) as link:
+        relay = relay_of(scene, dsn=scene.database.replace(f":{postgres.port}/", f":{link.port}/"))
+        relay.wait_for("leads")
+        scene.fill(topic, 300, keys=9)
+        wait_until(lambda: scene.count() == 0, "the relay publishes", SPARK_SECONDS)
+        with scene.running(elector_factory=None, config={"delivery": "exactly-once"}) as harvester:
+            link.reset() if fault == "refused" else link.cut()
+            cut_at = time.monotonic()
+            scene.fill(topic, 300, keys=9)
+            wait_until(lambda: len(scene.read(topic)) > 300, "the harvester publishes", PROMISED_SECONDS)
+            assert time.monotonic() - cut_at <= PROMISED_SECONDS + 5  # what it takes to read the topic
+            assert harvester.is_leader
+            assert "could not publish rows" in relay.text()
+            link.resume() if fault == "refused" else link.restore()
+            wait_until(lambda: scene.count() == 0, "the harvester publishes the rest", SPARK_SECONDS)
+            relay.wait_for("comes back")
+            assert harvester.is_leader
+        scene.fill(topic, 300, keys=9)
+        wait_until(lambda: scene.count() == 0, "the relay publishes again", SPARK_SECONDS)
+        assert_each_once_in_order(scene, topic, 900)
 
 
 @pytest.mark.complete

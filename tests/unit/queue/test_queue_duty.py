@@ -8,7 +8,7 @@ import pytest
 from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS, PATIENCE_SECONDS, SILENCE_JITTER_SECONDS, SILENCE_SECONDS
 from outbox_queue import QueueConfig, duty
-from outbox_queue.duty import GroupDuty, suspecting
+from outbox_queue.duty import GroupDuty
 
 CONFIG = QueueConfig(bootstrap_servers="localhost:9092")
 START = "start messages"
@@ -50,6 +50,7 @@ def world(monkeypatch):
     world = World()
     monkeypatch.setattr(duty.time, "monotonic", world.monotonic)
     monkeypatch.setattr(duty, "unreachable_brokers", world.brokers)
+    monkeypatch.setattr(duty, "silent_brokers", world.brokers)
     monkeypatch.setattr(duty, "unreachable_leaders", lambda *_: world.silent_places)
     monkeypatch.setattr(GroupDuty, "_members", lambda _: world.members)
     return world
@@ -153,23 +154,25 @@ def test_comes_back_where_nobody_is_left(world, member):
 
 
 def test_a_partition_that_cannot_be_read_counts(world, member):
-    """After an error of the client, partitions whose leader does not answer count as failing; others do not."""
-    world.run(member, 60)
-    assert "brokers" not in world.questions
+    """A partition of which nothing is read counts as failing if its leader does not answer; other quiet ones do not."""
+    world.run(member, 600)
+    assert world.done == []
+    cut_at = world.now
     world.silent, world.silent_places = ["broker 2 at h:9092"], {("messages", 1): "broker 2 at h:9092"}
-    member.suspect(None)
-    world.run(member, 40)
-    assert [what for what, _ in world.done] == ["left"]
+    world.run(member, 60)
+    ((what, at),) = world.done
+    assert what == "left"
+    assert at - cut_at <= PATIENCE_SECONDS + 2
     assert "could not read messages[1]" in member.trouble
 
 
-def test_a_suspicion_that_is_not_confirmed_is_forgotten(world, member):
-    """An error after which all leaders answer has no consequence."""
-    member.suspect(None)
-    world.run(member, 10)
-    world.silent = ["broker 2 at h:9092"]
-    world.run(member, 300)
-    assert world.done == []
+def test_who_reads_asks_nobody(world, member):
+    """No broker is asked while every partition is read from."""
+    for _ in range(100):
+        member.has_read(0)
+        member.has_read(1)
+        world.run(member, 5)
+    assert not world.questions
 
 
 def test_work_of_a_partition_that_is_another_members_is_forgotten(world, member):
@@ -203,13 +206,19 @@ def test_nothing_is_judged_after_a_pause(world, monkeypatch):
     assert looks == [1061.0]
 
 
-def test_the_users_own_error_callback_is_called(member):
-    """A setting `error_cb` of the user's goes on to be called."""
-    told = []
-    config = QueueConfig(bootstrap_servers="localhost:9092", kafka={"error_cb": told.append})
-    suspecting(config, member)["error_cb"]("an error")
-    assert told == ["an error"]
-    suspecting(CONFIG, member)["error_cb"]("another")
+def test_members_of_a_process_share_the_answers(monkeypatch):
+    """Of many members that look at once one asks the brokers; later they are asked again; other settings differ."""
+    asked, now = [], [1000.0]
+    monkeypatch.setattr(duty.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(duty, "unreachable_brokers", lambda settings, _: asked.append(settings["a"]) or ["broker 1"])
+    answers = duty._Answers()
+    for _ in range(5):
+        assert answers.silent({"a": 1}) == ["broker 1"]
+    assert asked == [1]
+    answers.silent({"a": 2})
+    now[0] += 10
+    answers.silent({"a": 1})
+    assert asked == [1, 2, 1]
 
 
 def test_its_thread_ends(world):
