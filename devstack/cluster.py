@@ -360,10 +360,6 @@ class KafkaCluster:
             raise DevstackError(f"the cluster has no {state}")
         return found[0]
 
-    def coordinating_group_partition(self, group_id: str) -> int:
-        """Return the partition of `__consumer_offsets` to whose leader a consumer group belongs."""
-        return _java_hash(group_id) % len(self._described("__consumer_offsets"))
-
     def move_leader(self, topic: str, partition: int, to: int) -> None:
         """Let another broker lead a partition, by making it the preferred one.
 

@@ -1,5 +1,6 @@
 """A chaos run: outboxes under load, harvesters that suffer faults, a reader that judges, a report."""
 
+import os
 import random
 import tempfile
 import threading
@@ -338,10 +339,15 @@ class ChaosRun:
 
     def _note_long_wait(self, name: str, wait: Wait) -> None:
         """Note that a row waits for too long, and let the harvesters print what they are doing."""
+        if not self._began_at:  # they have not caught up with the beginning of the load yet
+            return
         outbox = next(one for one in self.outboxes if one.name == name)
         when = f"{time.strftime('%H:%M:%S', time.localtime(wait.at))} ({wait.at - self._began_at:.0f} s)"
-        last = self._ill.get(name, "none yet")
-        text = f"{when}: row {wait.row} of {name} has waited {wait.seconds:.0f} s; last fault: {last}"
+        last, load = self._ill.get(name, "none yet"), os.getloadavg()[0] / (os.cpu_count() or 1)
+        text = (
+            f"{when}: row {wait.row} of {name} has waited {wait.seconds:.0f} s; last fault: {last}; "
+            f"load of the machine {load:.0f} for each processor"  # beyond some, nobody has his time
+        )
         self._long_waits.append(text)
         self._say(f"        {text}")
         for process in outbox.members:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 
+from devstack.cluster import GROUP_STATE
 from devstack.proxy import TcpProxy
 from outbox_core.events import LeaderRevoked
 from outbox_core.kafka.topics import ensure_leader_topic
@@ -29,7 +30,6 @@ PROMISED_SECONDS = 45.0
 FLOWS_AGAIN_SECONDS = 30.0
 KEYS = 24
 VICTIM, OTHER, THIRD = 3, 1, 2
-OFFSETS = "__consumer_offsets"
 DELIVERIES = ("at-least-once", "exactly-once")
 
 
@@ -89,8 +89,7 @@ class Stage:
         def broker(of):
             return VICTIM if of == role else OTHER
 
-        group = self.cluster.coordinating_group_partition(self.names.group_id)
-        self.cluster.move_leader(OFFSETS, group, broker("group coordinator"))
+        self.cluster.move_coordinator(self.names.group_id, broker("group coordinator"), GROUP_STATE)
         self.cluster.move_leader(self.names.topic, 0, broker("leader topic"))
         if self.delivery == "exactly-once":
             self.cluster.move_leader(self.tracking.topic, 0, OTHER)
