@@ -31,15 +31,22 @@ def frozen(scene):
                 os.kill(pid, signal.SIGCONT)
 
 
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """Return an outbox."""
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
 @pytest.mark.parametrize("delivery", MODES)
-def test_leader_goes_on_over_new_connections(database, kafka_bootstrap, make_topic, monkeypatch, caplog, delivery):
+def test_leader_goes_on_over_new_connections(scene, make_topic, monkeypatch, caplog, delivery):
     """Each connection that stands still is given up with one line; what is stashed meanwhile is published."""
     monkeypatch.setattr(deadlines, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(notify, "_STATEMENT_SECONDS", 1.0)
     monkeypatch.setattr("outbox_core.upkeep.wakeup._CHECK_SECONDS", 1.0)
     caplog.set_level(logging.INFO, logger="outbox_core")
     topic = make_topic()
-    scene = Scene(database, kafka_bootstrap)
     scene.execute(create_history_sql(scene.table))
     scene.execute(notify_sql(scene.table))
     limits = {"statement_timeout": "1s", "min_metrics_interval": "200ms"}
@@ -60,13 +67,11 @@ def test_leader_goes_on_over_new_connections(database, kafka_bootstrap, make_top
         scene.stash(OutboxRecord(topic, "k", "after"))
         wait_until(lambda: scene.count() == 0, "the last record is published")
     assert [message.value for message in scene.read(topic)] == [b"before", b"meanwhile", b"after"]
-    scene.close()
 
 
 @pytest.mark.parametrize("delivery", MODES)
-def test_stop_does_not_wait_for_a_silent_database(database, kafka_bootstrap, monkeypatch, delivery):
+def test_stop_does_not_wait_for_a_silent_database(scene, delivery):
     """A stop ends after the drain timeout, however long the call under way may still take."""
-    scene = Scene(database, kafka_bootstrap)
     limits = {"statement_timeout": "1h", "drain_timeout": "1s"}
     harvester = scene.harvester(limits=limits, config={"delivery": delivery}, metrics=HarvestMetrics())
     harvester.start()
@@ -74,7 +79,6 @@ def test_stop_does_not_wait_for_a_silent_database(database, kafka_bootstrap, mon
     with frozen(scene):
         harvester.stop()
         assert harvester.join(GENEROUS_SECONDS)
-    scene.close()
 
 
 def _given_up(caplog, thread):

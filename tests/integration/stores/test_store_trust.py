@@ -30,6 +30,7 @@ from outbox_core.stores.interface import (
 )
 from outbox_core.stores.postgres import connection as sessions
 from outbox_core.stores.postgres import statements as sql
+from outbox_core.stores.postgres.deadlines import BoundedConnection
 from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
 from outbox_core.stores.postgres.store import PostgresStore
 from tests.harvesting import Scene
@@ -660,7 +661,7 @@ def test_table_that_is_altered_under_prepared_statements(scene, store):
 @pytest.fixture
 def pooled(monkeypatch):
     """Have each connection look like one to a pooler; the function that it returns has new ones share one session."""
-    connect, opened = psycopg.connect, []
+    connect, opened = BoundedConnection.connect, []
 
     def lend(*_, **__):
         if not opened or opened[-1].closed:
@@ -669,7 +670,7 @@ def pooled(monkeypatch):
         return nullcontext(opened[-1])
 
     monkeypatch.setattr(sessions, "_PID", "SELECT -1")
-    return lambda: monkeypatch.setattr(psycopg, "connect", lend)
+    return lambda: monkeypatch.setattr(BoundedConnection, "connect", lend)
 
 
 @pytest.mark.usefixtures("pooled")
@@ -711,7 +712,7 @@ def test_pooler_of_transactions_is_refused(database, pooled, sent, capsys, comma
 def test_pool_without_another_connection_is_an_outage(store, monkeypatch):
     """The check for such poolers needs a second connection; if there is none, that is an outage."""
     store.close()
-    connect, opened = psycopg.connect, []
+    connect, opened = BoundedConnection.connect, []
 
     def connect_once(*arguments, **settings):
         if opened:
@@ -721,7 +722,7 @@ def test_pool_without_another_connection_is_an_outage(store, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(sessions, "_PID", "SELECT -1")
-        patched.setattr(psycopg, "connect", connect_once)
+        patched.setattr(BoundedConnection, "connect", connect_once)
         with pytest.raises(StoreUnavailable, match="no more connections"):
             store.check()
 
