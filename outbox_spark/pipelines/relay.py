@@ -195,7 +195,7 @@ class _Relay:
                 self._monitor.planned(len(planner.holds), is_idle=not ranges)
                 self._monitor.looks()
             except KafkaUnavailable as error:  # the settings have made clients before: what they name may be away
-                self._wait_after(str(error))
+                self._wait_after(str(error), leads)
                 continue
             except _PERMANENT:
                 raise
