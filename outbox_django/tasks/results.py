@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.utils import timezone
 
+from outbox_core.row_security import fetch_on, refuse_hidden
+from outbox_core.schema import TableName
 from outbox_django.databases import bounded
 from outbox_django.tasks.jobs import change, import_task
 from outbox_django.tasks.library import TaskError, TaskResult, TaskResultStatus
@@ -63,12 +65,16 @@ def read(result_id: str, alias: str) -> TaskResult[..., Any] | None:
 def begin(result: TaskResult[..., Any], worker_id: str, alias: str) -> None:
     """Count an attempt, in the table and in `result`, unless the task was successful already.
 
-    `result` then says so; without a row, since it was pruned, it counts this attempt alone.
+    `result` then says so; without a row, since it was pruned, it counts this attempt alone. Raises RowsHidden if no row
+    is seen, and row level security hides rows: the task may have been successful.
     """
     with bounded(alias, "the beginning of a task"), transaction.atomic(using=alias):
         row = Result.objects.using(alias).select_for_update().filter(pk=result.id).first()
         if row is not None:
             _copy(row, result)
+        else:
+            table = Result._meta.db_table  # noqa: SLF001  Django's documented API
+            refuse_hidden(fetch_on(connections[alias]), [TableName.parse(table)])
         if result.status == TaskResultStatus.SUCCESSFUL:
             return
         now = timezone.now()

@@ -458,6 +458,7 @@ def test_row_security_of_the_tables_beside(database, connection, run, monkeypatc
     connection.execute(f'CREATE ROLE "{role}" LOGIN; GRANT ALL ON outbox, outbox_hold TO "{role}"')
     connection.execute(create_inbox_sql(TableName("inbox")))
     connection.execute(create_history_sql(TableName("outbox")))
+    connection.execute(f'GRANT ALL ON outbox_statistics TO "{role}"')
     monkeypatch.setenv("OUTBOX_POSTGRES_DSN", as_role(database, role))
     try:
         for table, verdict in {"outbox_hold": "problem", "outbox_event": "warning", "inbox": "warning"}.items():

@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from decimal import Decimal
 from io import StringIO
+from uuid import uuid4
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -17,7 +18,7 @@ from django.core.management import CommandError, call_command
 from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
-from outbox_core.errors import InvalidConfig, InvalidRecord, TransactionRequired
+from outbox_core.errors import InvalidConfig, InvalidRecord, RowsHidden, TransactionRequired
 from outbox_core.schema import TableName, create_table_sql
 from outbox_django.models import Outbox
 from outbox_django.tasks import OutboxTaskBackend, results, worker
@@ -438,6 +439,21 @@ def test_the_context_counts_attempts_without_results(finished):
     sample_tasks.attempt_of.enqueue("a")
     _run(attempt=3)
     assert [result.return_value for result in finished] == [["a", 3]]
+
+
+def test_a_result_that_row_security_hides():
+    """A task whose row may only be hidden does not begin: it may have been successful."""
+    result = sample_tasks.add.enqueue(1)
+    table, role = Result._meta.db_table, f"worker {uuid4()}"
+    with connections["default"].cursor() as cursor:
+        cursor.execute(f'CREATE ROLE "{role}"; GRANT ALL ON {table} TO "{role}"')
+        cursor.execute(f'ALTER TABLE {table} ENABLE ROW LEVEL SECURITY; SET ROLE "{role}"')
+        try:
+            with pytest.raises(RowsHidden, match=f"table public.{table} has row level security"):
+                results.begin(result, "worker-1", "default")
+        finally:
+            cursor.execute(f"RESET ROLE; ALTER TABLE {table} DISABLE ROW LEVEL SECURITY")
+            cursor.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
 
 
 def test_a_result_that_was_pruned(finished):
