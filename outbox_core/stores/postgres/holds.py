@@ -74,7 +74,9 @@ class PostgresHolds:
                 found = table.query(sql.READ_HOLDS, parameters)
             except OutboxTableError as error:
                 self._has_table = None  # dropped, perhaps
-                if _is_about_rights(error) or isinstance(error, OutboxMissing) or self._find_table(warn=warn):
+                if _is_about_rights(error) or isinstance(error, OutboxMissing):
+                    raise
+                if self._find_table(warn=warn and not self._holds):
                     raise
                 self._refuse_to_lose(error)
                 return None
