@@ -37,6 +37,7 @@ class ConnectionLog:
         self._probe_at = 0.0
         self._width = 1  # of the leader topic, as far as the log tells
         self._maker: threading.Thread | None = None  # of the leader topic
+        self._why_unmade = ""  # by that thread
         self.answered_at = now()
         self.last_error = ""  # since the last answer
 
@@ -85,8 +86,10 @@ class ConnectionLog:
         if error is None:
             self.on_width(partitions)
             return
-        self.on_hindrance(f"leader topic {self._topic!r}: {error.str()}")
-        if error.code() in NO_SUCH_PARTITION:
+        is_missing = error.code() in NO_SUCH_PARTITION
+        why_unmade = self._why_unmade if is_missing else ""
+        self.on_hindrance(why_unmade or f"leader topic {self._topic!r}: {error.str()}")
+        if is_missing:
             self.on_missing_topic()
 
     def on_missing_topic(self) -> None:
@@ -102,7 +105,9 @@ class ConnectionLog:
         try:
             ensure_leader_topic(self._config.kafka, self._topic)
         except OutboxError as error:
-            self.on_hindrance(str(error))
+            self._why_unmade = str(error)
+        else:
+            self._why_unmade = ""
 
     def on_width(self, partitions: int) -> None:
         """Note the leader topic's number of partitions, and warn of more than one."""

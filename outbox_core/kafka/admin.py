@@ -196,11 +196,12 @@ class Inquiry:
         """Return the settings of a topic, or a broker, or raise KafkaException if we may not read them."""
         return {setting: str(entry.value) for setting, entry in self._describe_settings(name, kind).items()}
 
-    def given_settings_of(self, topic: str) -> dict[str, str]:
-        """Return the settings that were given to a topic itself, or raise KafkaException if we may not read them."""
+    def settings_and_given(self, topic: str) -> tuple[dict[str, str], bool]:
+        """Return the settings of a topic, and if any was given to itself, or raise KafkaException as `settings_of`."""
         described = self._describe_settings(topic, ConfigResource.Type.TOPIC)
         own = ConfigSource.DYNAMIC_TOPIC_CONFIG.value
-        return {setting: str(entry.value) for setting, entry in described.items() if entry.source == own}
+        values = {setting: str(entry.value) for setting, entry in described.items()}
+        return values, any(entry.source == own for entry in described.values())
 
     def _describe_settings(self, name: str, kind: Any) -> dict[str, Any]:
         resource = ConfigResource(kind, name)

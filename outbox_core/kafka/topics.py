@@ -111,13 +111,13 @@ def ensure_tracking_topic(
         if partitions < width:
             _widen(inquiry, _TRACKING_TOPIC, topic, width)
         try:
-            settings, given = inquiry.settings_of(topic), inquiry.given_settings_of(topic)
+            settings, has_own = inquiry.settings_and_given(topic)
         except KafkaException as error:
             needed = grant("DESCRIBE_CONFIGS", config)
             why = f"cannot read the settings of tracking topic {topic!r}: {_reason(inquiry, error)}; {needed}"
             raise TrackingTopicError(why) from None
         policy, is_too_wide = settings["cleanup.policy"], width == 1 and has_spare_partitions(partitions, settings)
-        if (policy != "compact" or is_too_wide) and not given and is_ours():
+        if (policy != "compact" or is_too_wide) and not has_own and is_ours():
             _give_settings(inquiry, _TRACKING_TOPIC, topic, partitions)
             return
     if is_too_wide:

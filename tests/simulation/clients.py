@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from confluent_kafka import OFFSET_END, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import ConfigSource
 
 from tests.simulation.brokers import ABORTED, CONTROL, Cluster, Coordinated, Partition, Sent
 from tests.simulation.network import LOST, Connection, Handler, Respond
@@ -1172,7 +1173,8 @@ class AdminClient(Client):
             settings = self.cluster.settings.get(name)
             if settings is None:
                 return KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
-            return {key: SimpleNamespace(value=value) for key, value in settings.items()}
+            own = ConfigSource.DYNAMIC_TOPIC_CONFIG.value
+            return {key: SimpleNamespace(value=value, source=own) for key, value in settings.items()}
 
         return {each: self._future(lambda each=each: describe(each.name), request_timeout) for each in resources}
 

@@ -74,7 +74,7 @@ class PostgresHolds:
                 found = table.query(sql.READ_HOLDS, parameters)
             except OutboxTableError as error:
                 self._has_table = None  # dropped, perhaps
-                if isinstance(error, OutboxMissing) or self._find_table(warn=warn):
+                if isinstance(error, OutboxMissing) or self._find_table(warn=warn and not self._holds):
                     raise
                 self._refuse_to_lose(error)
                 return None

@@ -31,7 +31,7 @@ from confluent_kafka.admin import (
 
 from devstack.embedded import EmbeddedBroker
 from devstack.kafka import KafkaBroker
-from outbox_core.election import Neli, NeliConfig, now
+from outbox_core.election import Neli, NeliConfig, connection_log, now
 from outbox_core.election.member import Member
 from outbox_core.election.messages import Claim, Heartbeat, Resignation, decode, encode
 from outbox_core.election.protocol import Ownership
@@ -923,19 +923,26 @@ def test_killed_leader(contend, kafka_bootstrap):
         process.wait()
 
 
-def test_leader_topic_that_is_gone(contend, topic_name, kafka_bootstrap):
-    """Both members say that the leader topic is gone, if brokers make none; one leads once it is back."""
-    topic, kafka = topic_name("gone"), {"allow.auto.create.topics": False}
-    leader = leads(contend(quick=True, topic=topic, kafka=kafka))
-    standby = contend(quick=True, topic=topic, kafka=kafka)
+def test_leader_topic_that_is_gone(contend, topic_name, kafka_bootstrap, monkeypatch):
+    """Both members say why the leader topic is gone and cannot be made; one makes it once it may, and leads."""
+    topic, forbidden = topic_name("gone"), True
+
+    def make(*arguments):
+        if forbidden:
+            raise LeaderTopicError(f"leader topic {topic!r} cannot be made")
+        return ensure_leader_topic(*arguments)
+
+    monkeypatch.setattr(connection_log, "ensure_leader_topic", make)
+    leader = leads(contend(quick=True, topic=topic))
+    standby = contend(quick=True, topic=topic)
     until(lambda: standby._member._health._has_heard)
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})  # lives until it has answered
     admin.delete_topics([topic])[topic].result(10)
     for member in (leader, standby):
-        until(lambda member=member: "Unknown topic" in (member.trouble or ""), what=member.trouble)
+        until(lambda member=member: "cannot be made" in (member.trouble or ""), what=member.trouble)
         assert re.fullmatch(
-            rf"leader group .* no leader for \d+ s: leader topic '{topic}': .*Unknown topic.*", member.trouble
+            rf"leader group .* no leader for \d+ s: leader topic '{topic}' cannot be made", member.trouble
         )
-    ensure_leader_topic({"bootstrap.servers": kafka_bootstrap}, topic)
+    forbidden = False
     until(lambda: leader.is_leader or standby.is_leader)
     until(lambda: leader.trouble is None and standby.trouble is None)

@@ -404,9 +404,18 @@ def test_role_that_may_only_read_the_holds(scene, caplog, missing):
 
 
 def test_table_of_holds_that_is_dropped(scene, store, caplog):
-    """After the table of holds is dropped no hold exists, which is logged once; a table made later is found."""
+    """Once an empty table of holds is dropped there are none, which is logged once; with holds in it that is an outage.
+
+    A table made later is found.
+    """
     scene.hold("add", "t")
     assert store.holds.read()
+    scene.execute("DROP TABLE outbox_hold")
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match=r"outbox_hold is gone, and had 1 hold.*outbox schema --only hold"):
+            store.holds.read()
+    scene.execute(create_hold_sql(scene.table))
+    assert not store.holds.read()
     scene.execute("DROP TABLE outbox_hold")
     assert store.holds.read() is None
     assert store.holds.read() is None

@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from outbox_core.election import now
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import StoreUnavailable
 from outbox_core.events import LeaderRevoked, MeterRead
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import drop_checks_sql
@@ -424,7 +424,7 @@ def test_connections_that_die_lose_nothing(scene, make_topic, caplog):
     assert sum("retrying" in message for message in told) == sum("back after" in message for message in told) >= 1
 
 
-def test_crash_settles_what_is_in_flight_before_the_hand_over(scene, make_topic):
+def test_crash_settles_what_is_in_flight_before_the_hand_over(scene, make_topic, monkeypatch):
     """A harvester that an error ends also hands over only once no record is on its way to Kafka."""
     topic = make_topic()
     scene.fill(topic, 10, keys=None)
@@ -443,7 +443,11 @@ def test_crash_settles_what_is_in_flight_before_the_hand_over(scene, make_topic)
     harvester = scene.harvester(on_event=on_event, producer_factory=lambda: producer)
     harvester.start()
     wait_until(lambda: len(producer) == 10, "records are in flight")
-    scene.execute("DROP TABLE outbox")
-    with pytest.raises(OutboxTableError):
+
+    def crash(*_):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(PostgresStore, "mark", crash)
+    with pytest.raises(RuntimeError, match="a defect"):
         harvester.join(GENEROUS_SECONDS)
     assert queued == [0]

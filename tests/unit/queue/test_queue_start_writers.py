@@ -3,6 +3,7 @@
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka import clients as kafka
 from outbox_core.kafka import transactions as transaction
 from outbox_core.kafka.clients import discard
@@ -86,15 +87,32 @@ def test_a_fenced_producer_is_emptied_before_it_is_dropped(clients, monkeypatch)
 
 
 def test_a_broken_producer_without_transactions_is_emptied_too(clients):
-    """After a fatal error another producer is made, and the old one is purged."""
+    """After a fatal error the producer is purged, and the next messages are started with another."""
+    starting = PlainStartWriter(CONFIG, Consumer())
+    for number in range(2):
+        with pytest.raises(NotStarted, match="fenced"):
+            starting.write([MARKER], {0: 1}, deadline(5))
+        assert len(clients) == number + 1
+        assert clients[number].calls == ["purge", "poll"]
+    starting.close()
+
+
+def test_messages_are_not_started_while_no_producer_can_be_made(clients, monkeypatch):
+    """A producer that cannot be made now, as a token endpoint is away, starts no message, and ends nothing."""
     starting = PlainStartWriter(CONFIG, Consumer())
     with pytest.raises(NotStarted, match="fenced"):
         starting.write([MARKER], {0: 1}, deadline(5))
-    assert clients[0].calls == ["purge", "poll"]
+
+    def make(_):
+        raise KafkaUnavailable("no token")
+
+    with monkeypatch.context() as away:
+        away.setattr(starts, "make_producer", make)
+        with pytest.raises(NotStarted, match="no token"):
+            starting.write([MARKER], {0: 1}, deadline(5))
+    with pytest.raises(NotStarted, match="fenced"):
+        starting.write([MARKER], {0: 1}, deadline(5))
     assert len(clients) == 2
-    clients[1].queued = 1
-    starting.close()
-    assert clients[1].queued == 0
 
 
 def test_throwing_away_ends(monkeypatch):
