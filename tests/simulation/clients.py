@@ -126,7 +126,12 @@ class Client:
         self.process.after(self._socket_timeout, give_up)
 
     def send_to_coordinator(
-        self, kind: str, name: str, handler_at: Callable[[int], Handler], on_answer: Callable[[Any], None], what: str = ""
+        self,
+        kind: str,
+        name: str,
+        handler_at: Callable[[int], Handler],
+        on_answer: Callable[[Any], None],
+        what: str = "",
     ) -> int | None:
         """Send a request to the coordinator of a group or transaction; return the broker, None while it is looked for.
 
@@ -402,9 +407,14 @@ class Producer(Client):
         sender = self.process.name
         records = [
             Sent(
-                each.key, each.value, each.headers, sender, each.handed_over_at, each.handed_over_at + self._timeout,
+                each.key,
+                each.value,
+                each.headers,
+                sender,
+                each.handed_over_at,
+                each.handed_over_at + self._timeout,
                 each.clock_error,
-            )  # fmt: skip
+            )
             for each in batch.messages
         ]
         sent = self._id, batch.producer, batch.epoch, batch.first, records
@@ -1042,7 +1052,10 @@ class _Member:
             self._callbacks["revoke"](self._consumer, self._places)
         self._has_left = True
         cluster, event = self._consumer.cluster, Event()
-        self._send(lambda broker: lambda respond: cluster.leave(broker, self._group, self._name, respond), lambda _: event.set())
+        self._send(
+            lambda broker: lambda respond: cluster.leave(broker, self._group, self._name, respond),
+            lambda _: event.set(),
+        )
         return event
 
     def _send(self, handler_at: Callable[[int], Handler], on_answer: Callable[[Any], None]) -> None:
