@@ -6,6 +6,7 @@ from typing import Any
 
 from outbox_core.kafka.duty import SILENCE_SECONDS
 
+
 def stay_as_owner(self: Any) -> None:
     """Keep the partition, whether it can be led by or not."""
     del self

@@ -16,9 +16,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from outbox_core.election import absence
+from outbox_core.election import absence, protocol
 from outbox_core.election import config as election_config
-from outbox_core.election import protocol
 from outbox_core.election.config import NeliConfig
 from outbox_core.election.member import Member
 from outbox_core.election.protocol import Ownership

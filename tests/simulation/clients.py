@@ -127,7 +127,12 @@ class Client:
         self.process.after(self._socket_timeout, give_up)
 
     def send_to_coordinator(
-        self, kind: str, name: str, handler_at: Callable[[int], Handler], on_answer: Callable[[Any], None], what: str = ""
+        self,
+        kind: str,
+        name: str,
+        handler_at: Callable[[int], Handler],
+        on_answer: Callable[[Any], None],
+        what: str = "",
     ) -> int | None:
         """Send a request to the coordinator of a group or transaction; return the broker, None while it is looked for.
 
@@ -403,9 +408,14 @@ class Producer(Client):
         sender = self.process.name
         records = [
             Sent(
-                each.key, each.value, each.headers, sender, each.handed_over_at, each.handed_over_at + self._timeout,
+                each.key,
+                each.value,
+                each.headers,
+                sender,
+                each.handed_over_at,
+                each.handed_over_at + self._timeout,
                 each.clock_error,
-            )  # fmt: skip
+            )
             for each in batch.messages
         ]
         sent = self._id, batch.producer, batch.epoch, batch.first, records
@@ -1043,7 +1053,10 @@ class _Member:
             self._callbacks["revoke"](self._consumer, self._places)
         self._has_left = True
         cluster, event = self._consumer.cluster, Event()
-        self._send(lambda broker: lambda respond: cluster.leave(broker, self._group, self._name, respond), lambda _: event.set())
+        self._send(
+            lambda broker: lambda respond: cluster.leave(broker, self._group, self._name, respond),
+            lambda _: event.set(),
+        )
         return event
 
     def _send(self, handler_at: Callable[[int], Handler], on_answer: Callable[[Any], None]) -> None:
@@ -1186,7 +1199,7 @@ class AdminClient(Client):
 
         def answered(answer: Any) -> None:
             if answer is not LOST and answer[0] is None:
-                future.set_result(SimpleNamespace(members=answer[1]))
+                future.set_result(SimpleNamespace(members=[SimpleNamespace(member_id=each) for each in answer[1]]))
             elif answer is not LOST and answer[0] != KafkaError.NOT_COORDINATOR:
                 future.set_exception(KafkaException(KafkaError(answer[0])))
             elif self.process.monotonic() >= end:

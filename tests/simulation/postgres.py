@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import getsource
 from dataclasses import dataclass, field, replace
+from inspect import getsource
 from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
 
 from outbox_core.errors import StoreSilent, StoreUnavailable
-from outbox_core.stores.postgres import connection as product_connection
-from outbox_core.stores.postgres.deadlines import GRACE_SECONDS, SETUP_SECONDS
 from outbox_core.stores.interface import (
     NO_FLOOR,
     Backlog,
@@ -36,6 +34,8 @@ from outbox_core.stores.interface import (
     lane_of,
     row_id,
 )
+from outbox_core.stores.postgres import connection as product_connection
+from outbox_core.stores.postgres.deadlines import GRACE_SECONDS, SETUP_SECONDS
 from tests.simulation.network import LOST, Connection, Network, Request, Server
 from tests.simulation.scheduling import Process, Scheduler, current
 from tests.simulation.threads import Event

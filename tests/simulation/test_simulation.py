@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
@@ -17,6 +18,7 @@ from tests.simulation import queue_simulation, simulation
 from tests.simulation.__main__ import main, shrink
 from tests.simulation.broken_rules import RULES, broken, plan_of, shows
 from tests.simulation.brokers import PLAIN, Entry, Sent
+from tests.simulation.illnesses import ILLNESSES
 from tests.simulation.network import Network
 from tests.simulation.postgres import Database, Store
 from tests.simulation.scheduling import Process, Scheduler
@@ -131,6 +133,42 @@ def test_seed_replays():
     assert first.trace == second.trace
     assert (first.steps, first.records) == (second.steps, second.records)
     assert first.records
+
+
+@pytest.mark.parametrize(
+    ("illness", "mode"), [("leader topic", "exactly-once"), ("database", "at-least-once"), ("hang", "exactly-once")]
+)
+def test_another_one_works(illness, mode):
+    """While one of two harvesters is ill, the other one publishes in time."""
+    plan = Plan(3, mode, (), harvesters=2, writers=1, seconds=90.0, pause=2.0, illnesses=(illness,), illness_pause=1e6)
+    outcome = run(plan)
+    assert not outcome.problem
+    assert outcome.seen[f"ill: {illness}"]
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("illness", ILLNESSES)
+def test_another_one_works_whatever_the_illness(illness, mode):
+    """The same for each illness, and more seeds."""
+    for seed in range(10):
+        plan = replace(Plan.of(seed, mode).lone(), harvesters=2, illnesses=(illness,))
+        assert not run(plan).problem
+
+
+def test_liveness_counts_from_what_ends_last():
+    """A row waits from its commit, the release of its hold, or the end of a fault for all, whichever is the latest."""
+    simulation = Simulation(Plan(1, "exactly-once", (), harvesters=2))
+    simulation.database.commit([StoredRecord(1, "orders", "a", b"w0a:1", None, None, -1, 0)])
+    for node in simulation.nodes:
+        node.process = Process(simulation.scheduler, node.name)
+    ends = {30: simulation.liveness.disturb, 50: lambda: simulation.liveness.fell_ill(simulation.nodes[0])}
+    while not simulation.problem:
+        simulation.scheduler.now += 1.0
+        ends.get(simulation.scheduler.now, lambda: None)()
+        simulation.liveness.watch()
+    assert simulation.scheduler.now == 30.0 + 45.0 + 1.0, "one was ill at 50 s, the other one could work from 30 s on"
+    assert "in which harvester-1 could work (harvester-0 could not)" in simulation.problem
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 from tests.simulation.scheduling import ProcessDied, Scheduler, Task, current, spend
 
@@ -242,7 +242,7 @@ class ThreadPoolExecutor:
         self._name = thread_name_prefix
         self._futures: list[Future] = []
 
-    def __enter__(self) -> ThreadPoolExecutor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
