@@ -131,7 +131,7 @@ def test_the_first_member_leaves_last(world, member):
     """The first in the order of IDs waits for the others to leave, and stays if they did."""
     world.silent, world.members = ["broker 2 at h:9092"], frozenset({"us", "when"})
     member.tried(START)
-    world.run(member, PATIENCE_SECONDS + 6)
+    world.run(member, PATIENCE_SECONDS + 4)
     assert world.done == []
     world.members = frozenset({"us"})
     world.run(member, 100)
