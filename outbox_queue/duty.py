@@ -26,7 +26,7 @@ from typing import Any, Final
 from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry
 from outbox_core.kafka.duty import ASK_SECONDS, Duty
-from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
+from outbox_core.kafka.reach import unreachable_brokers
 from outbox_core.outage import Outage
 from outbox_queue.config import QueueConfig
 from outbox_queue.protocol.clients import common_settings
@@ -37,12 +37,12 @@ LEAVE_SECONDS: Final = 2.0
 _LOOK_SECONDS = 1.0
 _HELD_UP_SECONDS = 5.0  # between two looks: this process had no CPU, and nothing is known of its links
 _QUIET_SECONDS = 10.0  # without a record of a partition: then its leader is asked
-_ANSWERS_LAST_SECONDS = 5.0
+_ANSWERS_LAST_SECONDS = 8.0
 _SUSPECT_SECONDS = 12.0  # of failure: then the brokers that do not answer are looked for
 _SEARCH_SECONDS = 10.0  # between two such searches
-_FIRST_STAYS_SECONDS = 8.0  # longer than the others need to look, to ask and to leave
-_MEMBERS_SECONDS = 3.0
-_REACH_SECONDS = 8.0  # half of it for the list of brokers; less than what is left of the patience by then
+_FIRST_STAYS_SECONDS = 6.0  # longer than the others need to look, to ask and to leave
+_ASK_SECONDS = 3.0
+_REACH_SECONDS = 6.0  # half of it for the list of brokers; less than what is left of the patience by then
 
 _READ = "read"
 
@@ -304,24 +304,28 @@ class GroupDuty:
         quiet = [one for one, at in list(well_at.items()) if now - at >= _QUIET_SECONDS]
         if not quiet:
             return
-        silent: dict[tuple[str, int], str] = {}
         try:
-            if silent_brokers(self._settings):
-                silent = unreachable_leaders(self._settings, [(self._topic, one) for one in quiet], _REACH_SECONDS)
+            silent = silent_brokers(self._settings)
+            leaders = self._leaders() if silent else {}
         except KafkaUnavailable as error:
             _log.debug("%s: %s", self._name, error)
             return
         for one in quiet:
-            if (self._topic, one) in silent:
-                self._tried(_READ, one, well_at[one])
+            if leaders.get(one) in silent:
+                self._tried(_READ, one, max(well_at[one], now - _QUIET_SECONDS))
             else:
                 well_at[one] = now
                 self.succeeded(_READ, one)
 
+    def _leaders(self) -> dict[int, str]:
+        """Return the leaders of the topic's partitions. Raises KafkaUnavailable."""
+        with Inquiry(self._settings, _ASK_SECONDS) as inquiry:
+            return {partition: str(leader) for (_, partition), leader in inquiry.leaders([self._topic]).items()}
+
     def _members(self) -> frozenset[str] | None:
         """Return the members of the group, None if Kafka does not say."""
         try:
-            with Inquiry(self._settings, _MEMBERS_SECONDS) as inquiry:
+            with Inquiry(self._settings, _ASK_SECONDS) as inquiry:
                 return inquiry.member_ids(self._group)
         except KafkaUnavailable:
             return None

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 _PUBLISH: Final = "publish rows"
 _LOOK_SECONDS = 1.0
-_MEMBERS_SECONDS = 3.0
+_MEMBERS_SECONDS = 8.0
 _BROKERS_SECONDS = 5.0
 
 StepDown = Callable[[str, Callable[[], bool]], None]

@@ -246,12 +246,10 @@ def unreachable_brokers(_: object, timeout_seconds: float) -> list[str]:
     return [f"broker {number}" for number in _silent(timeout_seconds)]
 
 
-def unreachable_leaders(_: object, places: Sequence[Place], timeout_seconds: float) -> dict[Place, str]:
-    """Stand in for `outbox_core.kafka.reach`."""
-    silent = _silent(timeout_seconds)
-    world: Any = current().process
-    leaders = {place: world.world.cluster.topics[place[0]][place[1]].leader for place in places}
-    return {place: f"broker {leader}" for place, leader in leaders.items() if leader in silent}
+def leaders_of(topic: str) -> dict[int, str]:
+    """Return the leader of each partition, as `unreachable_brokers` names it."""
+    process: Any = current().process
+    return {part.number: f"broker {part.leader}" for part in process.world.cluster.topics[topic]}
 
 
 def _silent(timeout_seconds: float) -> list[int]:

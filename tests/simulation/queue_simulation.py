@@ -33,7 +33,7 @@ from tests.simulation.brokers import COMMITTED, PLAIN
 from tests.simulation.disturbances import Disturbances
 from tests.simulation.network import Server
 from tests.simulation.queue_bounds import CONCURRENCY, Books, bounded, partitions_of
-from tests.simulation.queue_kafka import QueueCluster, members_of, unreachable_brokers, unreachable_leaders
+from tests.simulation.queue_kafka import QueueCluster, leaders_of, members_of, unreachable_brokers
 from tests.simulation.queue_oracle import REDELIVERED, Oracle, Place
 from tests.simulation.scheduling import Process, ProcessDied, current
 from tests.simulation.simulation import Outcome, ProcessPlace, Simulation, _cut_seconds
@@ -128,8 +128,8 @@ _SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONC
 _ANSWERS: tuple[tuple[Any, str, Any], ...] = (
     (duty, "silent_brokers", lambda settings: unreachable_brokers(settings, duty._REACH_SECONDS)),
     (duty, "unreachable_brokers", unreachable_brokers),
-    (duty, "unreachable_leaders", unreachable_leaders),
-    (duty.GroupDuty, "_members", lambda self: members_of(self._group, duty._MEMBERS_SECONDS)),
+    (duty.GroupDuty, "_leaders", lambda self: leaders_of(self._topic)),
+    (duty.GroupDuty, "_members", lambda self: members_of(self._group, duty._ASK_SECONDS)),
 )
 """Answers of the network in the place of those of real clients."""
 

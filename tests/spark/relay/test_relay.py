@@ -17,6 +17,7 @@ from devstack.proxy import TcpProxy
 from outbox_core.errors import InvalidConfig, MarkedRowsFound
 from outbox_core.record import OutboxRecord
 from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, run_relay
+from outbox_spark.relay.plan import SLICE_SECONDS
 from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, identity_of, wait_until
 from tests.kafka_reader import read_topic
 from tests.spark.relay.outcome import assert_each_once_in_order
@@ -207,6 +208,7 @@ def test_a_relay_without_its_database_leaves_the_work_to_a_harvester(scene, make
         relay.wait_for("leads")
         scene.fill(topic, 300, keys=9)
         wait_until(lambda: scene.count() == 0, "the relay publishes", SPARK_SECONDS)
+        time.sleep(2 * SLICE_SECONDS)  # until its batch has ended: a newcomer that has done none is more patient
         with scene.running(elector_factory=None, config={"delivery": "exactly-once"}) as harvester:
             link.reset() if fault == "refused" else link.cut()
             cut_at = time.monotonic()
