@@ -12,12 +12,6 @@ def stay_as_owner(self: Any) -> None:
     del self
 
 
-def rejoin_at_once(self: Any, now: float, _heard_at: float) -> str:
-    """Join the group again without a look that came back, and without a session outside of it."""
-    del self, now
-    return "it joins anew"
-
-
 def never_overdue(self: Any, now: float) -> dict[str, float]:
     """Take no work for overdue."""
     del self, now
@@ -34,12 +28,6 @@ def come_back_unproved(self: Any, now: float) -> bool:
     """Come back as soon as the group lets one in, without a probe and beside a leader."""
     del now
     return bool(self.is_out)
-
-
-def stay_out_until_able(self: Any, now: float) -> bool:
-    """Wait for a probe that succeeds, though nobody leads."""
-    del now
-    return bool(self.is_out and self._is_able)
 
 
 def stay_out_while_silent(self: Any, now: float) -> bool:

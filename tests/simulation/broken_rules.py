@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from outbox_core.election import absence, protocol
 from outbox_core.election import config as election_config
+from outbox_core.election import protocol
 from outbox_core.election.config import NeliConfig
 from outbox_core.election.member import Member
 from outbox_core.election.protocol import Ownership
@@ -353,9 +353,6 @@ RULES = {
     "an owner that cannot lead leaves": _both(
         Member, "_leave_if_unable", duty.stay_as_owner, shows="could work", plan=_CANNOT_LEAD
     ),
-    "who could not lead stays out until its look is back": _both(
-        absence.UnableToLead, "news", duty.rejoin_at_once, shows="could work", plan=_CANNOT_LEAD
-    ),
     "a leader that cannot work leaves": _both(
         Duty, "overdue", duty.never_overdue, shows="could work", plan=_CANNOT_READ
     ),
@@ -364,9 +361,6 @@ RULES = {
     ),
     "who could not work stays out until a probe succeeds": _both(
         Duty, "may_return", duty.come_back_unproved, shows="could work", plan=_ALL_ARE_ILL
-    ),
-    "who hears no leader comes back": _both(
-        Duty, "may_return", duty.stay_out_until_able, shows="could work", plan=_ALL_ARE_ILL
     ),
     "who is able again comes back": _both(
         Duty, "may_return", duty.stay_out_while_silent, shows="could work", plan=_ALL_ARE_ILL
