@@ -117,9 +117,9 @@ class StoreSilent(StoreUnavailable):
 
 
 class TableUnusable(StoreUnavailable):
-    """The outbox table, or what belongs to it, cannot be used any more: it is away, was changed, or lacks a right.
+    """The outbox table, or what belongs to it, cannot be used now: it is away, was changed, or our role lacks a right.
 
-    It was in order when the harvester started, so that goes on when it is in order again.
+    A harvester that started on a table in order goes on when it is in order again.
     """
 
 
@@ -127,11 +127,11 @@ class RowsRemain(StoreUnavailable):
     """Published rows are still there after a DELETE, failed or not; publishing must wait, as they would be repeated."""
 
 
-class RightsMissing(StoreUnavailable):
+class RightsMissing(TableUnusable):
     """The role lacks a right on a table, which may have been revoked for a moment; the message has the GRANT."""
 
 
-class RowsHidden(StoreUnavailable):
+class RowsHidden(TableUnusable):
     """Row level security hides rows from the role, so that what is not seen may be there all the same."""
 
 

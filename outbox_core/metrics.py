@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, ref
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from outbox_core.errors import InvalidConfig, RowsHeld, RowsRemain
+from outbox_core.errors import InvalidConfig, OutboxTableError, RowsHeld, RowsRemain, TableUnusable
 from outbox_core.http_server import Answer, HttpServer, Request, text_answer
 from outbox_core.kafka.duty import Duty
 from outbox_core.monitoring.families import COUNTERS, GAUGES, HISTOGRAMS, Families
@@ -131,12 +131,12 @@ class Activity:
 
     @contextmanager
     def statement(self, name: str, work: str) -> Iterator[None]:
-        """Note a call to the database, and its success; a right that is missing for all is no failure of this one."""
+        """Note a call to the database, and its success; a table or a right that is missing for all is no failure of ours."""
         self.duty.tried(work, self.now())
         with self.step(name):
             try:
                 yield
-            except (RowsHeld, RowsRemain):
+            except (RowsHeld, RowsRemain, TableUnusable, OutboxTableError):
                 self.duty.dropped(work)
                 raise
         self.duty.succeeded(work)

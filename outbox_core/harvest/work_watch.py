@@ -77,6 +77,7 @@ class WorkWatch:
         self._ctx = ctx
         self._questions = questions
         self._stopping = threading.Event()
+        self._right_since: float | None = None  # of the leadership that the next ones are about
         self._is_stepping_down = False
         self._is_alone = False
         self._suspect_at = 0.0
@@ -102,9 +103,11 @@ class WorkWatch:
     def look(self) -> None:
         """Look at what is owed, and step down if another member may do it."""
         duty, now = self._activity.duty, self._activity.now
-        if not duty.has_right:
+        if duty.right_since != self._right_since:  # a leadership may end and the next begin between two looks
+            self._right_since = duty.right_since
             self._is_stepping_down = self._is_alone = False
             self._found.clear()
+        if not duty.has_right:
             return
         self._note_places()
         self._note_window()

@@ -73,6 +73,11 @@ class Duty:
         self._pause = 0.0
 
     @property
+    def right_since(self) -> float | None:
+        """The time at which this member's right to work began; None without it."""
+        return self._began_at
+
+    @property
     def has_right(self) -> bool:
         """True while this member has the right to work."""
         return self._began_at is not None

@@ -1,11 +1,19 @@
 """The watch over a leader's work: when it steps down, when it does not, and what it says."""
 
 import logging
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
-from outbox_core.errors import KafkaUnavailable, RowsRemain, StoreUnavailable
+from outbox_core.errors import (
+    KafkaUnavailable,
+    OutboxTableError,
+    RightsMissing,
+    RowsHidden,
+    RowsRemain,
+    StoreUnavailable,
+)
 from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, REACH, READ, SCAN, WRITE
 from outbox_core.harvest.work_watch import WorkWatch
 from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS, PATIENCE_SECONDS
@@ -99,6 +107,31 @@ class World:
 def world(monkeypatch):
     """Return a leader that has published, with a peer that stands by."""
     return World(monkeypatch)
+
+
+def test_each_leadership_is_watched_anew(world):
+    """A leader that steps down, and leads again before the next look, steps down again if it cannot work again."""
+    with world.activity.statement(*SCAN):
+        world.pass_(PATIENCE_SECONDS)
+    assert len(world.steps_down) == 1
+    world.time += 0.4
+    world.activity.end()
+    world.activity.begin()
+    with world.activity.statement(*SCAN):
+        world.pass_(NEW_PATIENCE_SECONDS + 1)
+    assert len(world.steps_down) == 2
+
+
+@pytest.mark.parametrize("error", [OutboxTableError("no such table"), RightsMissing("no SELECT"), RowsHidden("hidden")])
+def test_what_is_missing_for_all_is_not_owed(world, error):
+    """A table that is away, a right that is revoked, rows that a policy hides: another member would fare the same."""
+
+    def fail():
+        with suppress(type(error)), world.activity.statement(*SCAN):
+            raise error
+
+    world.pass_(PATIENCE_SECONDS + NEW_PATIENCE_SECONDS, fail)
+    assert world.steps_down == []
 
 
 def test_a_call_that_hangs(world):
