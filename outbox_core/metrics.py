@@ -131,7 +131,7 @@ class Activity:
 
     @contextmanager
     def statement(self, name: str, work: str) -> Iterator[None]:
-        """Note a call to the database, and its success; a table or a right that is missing for all is no failure of ours."""
+        """Note a call to the database, and its success; a table or right that is missing fails for others, too."""
         self.duty.tried(work, self.now())
         with self.step(name):
             try:
