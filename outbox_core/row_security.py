@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from outbox_core.errors import RowsHidden
 from outbox_core.schema import TableName
+from outbox_core.watched_calls import SHORT_SECONDS, watched
 
 Fetch = Callable[[str, Sequence[Any]], list[tuple[Any, ...]]]
 """A function that runs a statement with parameters and returns its rows."""
@@ -131,7 +132,7 @@ def fetch_on(connection: Any) -> Fetch:
     """Return the function that runs statements on a DB-API connection of paramstyle `format`."""
 
     def fetch(statement: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        with closing(connection.cursor()) as cursor:
+        with watched(connection, SHORT_SECONDS, "row level security"), closing(connection.cursor()) as cursor:
             cursor.execute(statement, parameters)
             return [tuple(row) for row in cursor.fetchall()]
 

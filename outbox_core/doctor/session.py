@@ -98,11 +98,13 @@ class DatabaseSession:
             raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
         except psycopg.Error as error:
             raise StoreUnavailable(f"cannot connect to {place}: {one_line(error)}") from None
+        self.place = place
         try:
             self.table, self.holds = pin_search_path(self.connection, name, hold_beside(name))
             if not self.holds.schema:
                 self.holds = hold_beside(self.table)
-            set_row_security(fetch_on(self.connection), (self.table, self.holds))
+            with self.translated():  # the role may lack the right to a schema
+                set_row_security(fetch_on(self.connection), (self.table, self.holds))
             limits = milliseconds(LOCK_SECONDS), milliseconds(_STATEMENT_SECONDS)
             self.connection.execute(_SETTINGS, (*limits, "off" if writes else "on"))
             self.connection.set_patience(_STATEMENT_SECONDS, purpose=application_name)
@@ -111,7 +113,9 @@ class DatabaseSession:
         except psycopg.Error as error:
             self.connection.close()
             raise StoreUnavailable(f"{place} does not answer: {one_line(error)}") from None
-        self.place = place
+        except OutboxTableError:
+            self.connection.close()
+            raise
 
     def close(self) -> None:
         """Close the connection."""

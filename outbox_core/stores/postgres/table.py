@@ -127,8 +127,7 @@ class OutboxTable:
             try:
                 self._has_policies = set_row_security(fetch_on(self.connection), self._secured_names)
             except psycopg.Error as error:
-                self.close()
-                raise StoreUnavailable(f"the database refused the session's settings: {one_line(error)}") from error
+                self._raise(error)
         return self.connection
 
     def close(self) -> None:

@@ -265,6 +265,7 @@ def test_table_that_is_dropped_and_made_anew_under_load(scene, make_topic, caplo
             scene.execute(create_table_sql(scene.table))
             scene.execute(create_hold_sql(scene.table))
             wait_until(lambda: len(written) > at_drop + 100, "there is a new table")  # noqa: B023
+            wait_until(lambda: not harvester._ctx.database.is_ongoing, "it sees that, too")
         stopping.set()
         writer.join()
         wait_until(lambda: scene.count() == 0, "what is in the new table is published")

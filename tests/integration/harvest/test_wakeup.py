@@ -131,10 +131,10 @@ def test_notices_that_do_not_come_through(scene, monkeypatch):
     add_trigger(scene)
     real, connected = notices.connect_to_primary, []
 
-    def connect(data_source, *arguments):
+    def connect(data_source, *arguments, **limits):
         connected.append(data_source)
         elsewhere = make_conninfo(data_source, dbname="postgres")  # where no notice of this database arrives
-        return real(data_source if len(connected) == 1 else elsewhere, *arguments)
+        return real(data_source if len(connected) == 1 else elsewhere, *arguments, **limits)
 
     monkeypatch.setattr(notices, "connect_to_primary", connect)
     monkeypatch.setattr(notices, "_PROBE_SECONDS", 0.2)

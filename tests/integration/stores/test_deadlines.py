@@ -269,6 +269,7 @@ def test_connection_of_another_is_given_up(scene, proxy, monkeypatch, caplog, dr
     """Pruning on a caller's connection ends with the driver's own error and one log line, whatever the driver."""
     scene.execute(create_inbox_sql(TableName("inbox")))
     monkeypatch.setattr("outbox_core.inbox.LONG_SECONDS", 1.0)
+    monkeypatch.setattr("outbox_core.row_security.SHORT_SECONDS", 1.0)
     inbox = Inbox("inbox")
     connection = _DRIVERS[driver](proxy.data_source)
     assert inbox.prune(connection, timedelta(days=1)) == 0
@@ -278,7 +279,7 @@ def test_connection_of_another_is_given_up(scene, proxy, monkeypatch, caplog, dr
     with suppress(Exception):  # pg8000 says goodbye even to a connection that is lost
         connection.close()
     (line,) = [record.getMessage() for record in caplog.records if "given up" in record.getMessage()]
-    silence = f"the database at {LOCALHOST}:{proxy.port} has not answered for 1 s (pruning the inbox)"
+    silence = f"the database at {LOCALHOST}:{proxy.port} has not answered for 1 s (row level security)"
     assert line == f"{silence}; the connection was given up"
     assert caught.value.__notes__ == [line]
 
