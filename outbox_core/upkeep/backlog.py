@@ -25,6 +25,7 @@ _PAUSE_FACTOR = 49
 _LONGEST_PAUSE_SECONDS = 60.0
 _TREND_SECONDS = 60.0
 _LAST_WRITE_SECONDS = 2.0
+_SERVER_EVERY_SECONDS = 60.0
 _ROTATE_EVERY_SECONDS = 3600.0
 _ROTATE_AGAIN_SECONDS = 60.0
 _HAS_MOVED = (
@@ -91,6 +92,7 @@ class BacklogObserver:
         counts: bool = True,
     ) -> None:
         self._counts = counts
+        self._look_at_server_at = float("-inf")
         self._server_id = server_id  # when the harvester started, '' if unknown
         self._store = store
         self._harvester = harvester
@@ -160,8 +162,9 @@ class BacklogObserver:
 
     def _look_at_server(self) -> None:
         """Log that the database has moved under the harvester: nothing fails before another one starts or leads."""
-        if not self._server_id:
+        if not self._server_id or time.monotonic() < self._look_at_server_at:
             return
+        self._look_at_server_at = time.monotonic() + _SERVER_EVERY_SECONDS
         try:
             server_id = self._store.server_id()
         except (StoreUnavailable, OutboxTableError):

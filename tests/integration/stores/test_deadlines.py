@@ -257,8 +257,11 @@ def test_command_ends(proxy, monkeypatch, capsys, arguments):
 
 def _connect_pg8000(source):
     given = psycopg.conninfo.conninfo_to_dict(source)
-    names = {"user": "user", "password": "password", "host": "host", "dbname": "database"}
-    return pg8000.dbapi.connect(port=int(given["port"]), **{name: given[key] for key, name in names.items()})
+    role = "prunes_by_pg8000"  # without a password: pg8000 refuses one that was hashed once only, as devstack's is
+    with psycopg.connect(source, autocommit=True) as connection:
+        if not connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [role]).fetchall():
+            connection.execute(f"CREATE ROLE {role} LOGIN SUPERUSER")
+    return pg8000.dbapi.connect(role, given["host"], given["dbname"], int(given["port"]))
 
 
 _DRIVERS = {"psycopg": psycopg.connect, "psycopg2": psycopg2.connect, "pg8000": _connect_pg8000}

@@ -87,8 +87,9 @@ def test_kafka_is_told_between_two_counts(observe):
     assert store.counts == 1
 
 
-def test_a_database_that_has_moved_is_logged_once(observe, caplog):
+def test_a_database_that_has_moved_is_logged_once(observe, caplog, monkeypatch):
     """After pg_upgrade under a harvester nothing fails until another starts or leads, so its log says so at once."""
+    monkeypatch.setattr("outbox_core.upkeep.backlog._SERVER_EVERY_SECONDS", 0.0)
     store = SlowStore(waits_seconds=0.0)
     ids = ["1", "", "2"]
     store.server_id = lambda: ids.pop(0) if ids[1:] else ids[0]
