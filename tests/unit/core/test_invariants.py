@@ -422,6 +422,9 @@ class Member:
         self.revoked = lambda: on_revoke(self, [TopicPartition("markers", 0)])
         on_assign(self, [TopicPartition("markers", 0)])
 
+    def memberid(self):
+        return "member"
+
     def consume(self, *_):
         return []
 
