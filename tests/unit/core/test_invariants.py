@@ -437,6 +437,9 @@ class Member:
     def assign(self, _):
         pass
 
+    def unsubscribe(self):
+        raise AssertionError("a tracker that works stays")
+
     pause = resume = assign
 
 
