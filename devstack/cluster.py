@@ -366,8 +366,15 @@ class KafkaCluster:
         Raises:
             DevstackError: It does not lead within 20 seconds; it is not in sync, say.
         """
-        replicas = [to, *(number for number in self._described(topic)[partition].replicas if number != to)]
-        self._ask(_reassign_request(topic, partition, replicas))
+        replicas: list[int] = []
+
+        def known() -> bool:  # by the broker that answers: not yet by all, perhaps, if the topic is new
+            replicas[:] = self._described(topic)[partition].replicas
+            return True
+
+        if not wait_until(_quietly(known), timeout=_SECONDS_TO_MOVE, interval=0.2):
+            raise DevstackError(f"{topic}[{partition}] is not known")
+        self._ask(_reassign_request(topic, partition, [to, *(number for number in replicas if number != to)]))
 
         def moved() -> bool:
             if self._described(topic)[partition].leader == to:

@@ -12,6 +12,7 @@ from outbox_core.stores.interface import NO_HOLDS
 from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, _Relay
 from outbox_spark.relay import fencing
 from outbox_spark.relay.batch import has_ended, publish
+from outbox_spark.relay.duty import RelayDuty
 from outbox_spark.relay.plan import BatchPlan
 from tests.harvesting import wait_until
 
@@ -102,7 +103,7 @@ def test_a_relay_ends_with_its_session_unless_it_is_being_stopped(monkeypatch):
     monkeypatch.setattr("outbox_spark.pipelines.relay.publish", fail)
     config = RelayConfig(harvest=HarvestConfig(data_source="dbname=x"))
     relay, planner = _Relay(None, config, None, threading.Event(), None), SimpleNamespace(holds=NO_HOLDS)
-    relay._pause = 0.0
+    relay._pause, relay._duty = 0.0, RelayDuty({}, "g", None, None)
     with pytest.raises(RelayFailed, match="Spark has ended, start the relay again: no answer"):
         relay._publish(planner, (), 1, lambda: True)
     assert not relay._publish(planner, (), 1, lambda: False)

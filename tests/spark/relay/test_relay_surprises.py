@@ -16,6 +16,7 @@ from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import archive_statements
 from outbox_core.stores.interface import NO_FLOOR
 from outbox_spark.pipelines.relay import RelayConfig, _Relay
+from outbox_spark.relay.duty import RelayDuty
 from outbox_spark.relay.plan import Planner, ShardOutcome
 from outbox_spark.relay.shard_store import ShardStore
 from tests.harvesting import identity_of
@@ -187,7 +188,7 @@ def test_all_is_settled_again_after_a_failure(scene, make_topic, monkeypatch):
     topic, rows_left = make_topic(), []
     scene.fill(topic, 5, keys=2)
     relay = _Relay(None, RelayConfig(harvest=scene.settings), None, threading.Event(), None)
-    relay._identity, relay._pause = scene.transactions, 0.0
+    relay._identity, relay._pause, relay._duty = scene.transactions, 0.0, RelayDuty({}, "g", None, None)
     relay._plan = replace(relay._plan, outbox=scene.identity, server_id=scene.store.server_id())
 
     def publish(_, plan, __):

@@ -422,6 +422,9 @@ class Member:
         self.revoked = lambda: on_revoke(self, [TopicPartition("markers", 0)])
         on_assign(self, [TopicPartition("markers", 0)])
 
+    def memberid(self):
+        return "member"
+
     def consume(self, *_):
         return []
 
@@ -433,6 +436,9 @@ class Member:
 
     def assign(self, _):
         pass
+
+    def unsubscribe(self):
+        raise AssertionError("a tracker that works stays")
 
     pause = resume = assign
 
