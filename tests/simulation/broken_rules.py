@@ -373,7 +373,7 @@ RULES = {
         shows="could work",
         plan={**_ONE_IS_ILL, "illnesses": ("hang",)},
     ),
-    "a session refuses to filter rows": _both(Store, "asks_for_refusal", False, plan=_HIDDEN),
+    "a session refuses to filter rows": _both(Store, "refuses", lambda *_: False, plan=_HIDDEN),
     "no lease begins while an earlier one may run": _both(
         protocol.Predecessor,
         "gone_at",

@@ -4,8 +4,8 @@ A statement takes its snapshot when it begins and changes rows when it ends; a r
 as UPDATE and DELETE skip it. A connection that breaks leaves the outcome of its statement unknown: it may have taken
 effect, have none, or take effect later, after its client has crashed.
 
-Row level security may hide all rows from the harvesters' role for a while. What that does to a statement is what the
-product's sessions ask for: it sees nothing, or is refused.
+Row level security may hide all rows of a table from the harvesters' role for a while. PostgreSQL then refuses the
+statements of the product's sessions, which ask for that instead of seeing nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from inspect import getsource
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
-from outbox_core.errors import StoreSilent, StoreUnavailable
+from outbox_core.errors import RowsHidden, StoreSilent, StoreUnavailable
 from outbox_core.stores.interface import (
     NO_FLOOR,
     Backlog,
@@ -34,7 +33,6 @@ from outbox_core.stores.interface import (
     lane_of,
     row_id,
 )
-from outbox_core.stores.postgres import connection as product_connection
 from outbox_core.stores.postgres.deadlines import GRACE_SECONDS, SETUP_SECONDS
 from tests.simulation.network import LOST, Connection, Network, Request, Server
 from tests.simulation.scheduling import Process, Scheduler, current
@@ -186,8 +184,6 @@ class _Place:
 class Store:
     """An `OutboxStore` on the simulated database; also its `HoldStore`, `SequenceStore` and `MarkStore`."""
 
-    asks_for_refusal: ClassVar[bool] = "row_security" in getsource(product_connection)  # where rows would be hidden
-
     def __init__(self, database: Database, network: Network) -> None:
         self._database = database
         self._network = network
@@ -209,7 +205,7 @@ class Store:
 
         def handle(respond: Callable[[object], None]) -> None:
             def run(number: int) -> None:
-                if self.asks_for_refusal and table in self._database.hidden:
+                if self.refuses(table):
                     respond(REFUSED)
                     return
                 result = steps[number]()
@@ -237,8 +233,13 @@ class Store:
             self._connection = None
             raise StoreUnavailable("the connection is lost", in_doubt=True)
         if found[0] is REFUSED:
-            raise StoreUnavailable("query would be affected by row-level security policy")
+            self.close()
+            raise RowsHidden(f"query would be affected by row-level security policy for table {table!r}")
         return found[0][0]
+
+    def refuses(self, table: str) -> bool:
+        """Return True if PostgreSQL refuses a statement on a table: its rows are hidden, and the session wants all."""
+        return table in self._database.hidden
 
     @staticmethod
     def bounded(seconds: float) -> float | None:
