@@ -10,6 +10,7 @@ statements of the product's sessions, which ask for that instead of seeing nothi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ REFUSED = object()
 _SEQUENCE_AHEAD = 32  # numbers that PostgreSQL notes as drawn before they are
 _SILENT_SECONDS = 11.0  # after which keepalives and `tcp_user_timeout` give up a connection
 _STATEMENT_SECONDS = 30.0  # the statement timeout
+_FIND_LOST_SECONDS = 150.0  # until rows that came back with their mark are seen: two looks, a minute apart
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +100,7 @@ class Database:
     hold_version: int = 0
     hold_times: list[HoldTime] = field(default_factory=list)
     read_at: dict[str, list[tuple[float, str]]] = field(default_factory=dict)  # value -> times and processes
+    deleted: deque[Row] = field(default_factory=lambda: deque(maxlen=3))  # the last ones, with their marks
     hidden: set[str] = field(default_factory=set)  # tables whose rows a policy hides, "rows" or "holds"
     on_hidden: Callable[[StoredRecord], None] = lambda _: None  # gets a row that a floor hides from its harvester
     _times: int = 0
@@ -127,6 +130,7 @@ class Database:
         if self.writers:
             return False
         self.rows.clear()
+        self.deleted.clear()
         self.last_id = 0
         self.incarnation += 1
         return True
@@ -140,10 +144,24 @@ class Database:
         """Go on with a standby, on the same timeline; return the records that are lost, and those that come back."""
         lost = [row.record for row in self.rows.values() if not _has(standby.rows, row)]
         revived = [row.record for row in standby.rows.values() if not _has(self.rows, row)]
+        for identity, row in standby.rows.items():
+            is_same = _has(self.rows, row) and self.rows[identity].leader == row.leader
+            if row.leader is not None and not is_same:
+                row.waits_since = self.scheduler.now + _FIND_LOST_SECONDS  # the mark may be that of who leads now
         self.rows, self.last_id = standby.rows, standby.last_id
+        self.deleted.clear()
         self.writers.clear()
         self.server.began_at = self.scheduler.now
         return lost, revived
+
+    def put_back(self) -> list[StoredRecord]:
+        """Put the rows that were deleted last into the table again, with their marks; return their records."""
+        rows = [row for row in self.deleted if row.record.id not in self.rows]
+        self.deleted.clear()
+        for row in rows:
+            row.was_taken, row.waits_since = True, self.scheduler.now + _FIND_LOST_SECONDS
+            self.rows[row.record.id] = row
+        return [row.record for row in rows]
 
     def set_holds(self, holds: list[NewHold]) -> None:
         """Replace the holds."""
@@ -173,6 +191,19 @@ def holds_of(holds: Sequence[NewHold]) -> HoldSet:
         lanes=frozenset((hold.topic, held_key(hold.key)) for hold in holds if hold.key is not None),
         ids=frozenset(hold.record_id for hold in holds if hold.key is None and hold.record_id is not None),
     )
+
+
+def _exclusion(query: RowQuery) -> Callable[[StoredRecord], bool]:
+    """Return the function that tells which records a query leaves out, wherever its floor is."""
+    rows, keys, topics = set(map(row_id, query.without_rows)), set(query.without_keys), set(query.without_topics)
+    only = None if query.only_rows is None else set(query.only_rows)
+
+    def is_left_out(record: StoredRecord) -> bool:
+        if record.topic in topics or query.holds.covers(record) or lane_of(record) in keys:
+            return True
+        return row_id(record) in rows or (only is not None and row_id(record) not in only)
+
+    return is_left_out
 
 
 @dataclass(frozen=True)
@@ -279,8 +310,7 @@ class Store:
         here = _Place(self._connection, database.incarnation)
         if floor.place == here and database.last_id >= floor.id:
             lowest = floor.id
-        rows, keys, topics = set(map(row_id, query.without_rows)), set(query.without_keys), set(query.without_topics)
-        only = None if query.only_rows is None else set(query.only_rows)
+        is_left_out = _exclusion(query)
         found: list[Row] = []
         taken = 0
         # Hidden from nobody: a row that another leader has taken from our hands, and one that has left them after this
@@ -288,11 +318,7 @@ class Store:
         for identity in sorted(database.visible):
             row = database.rows[identity]
             record = row.record
-            if only is not None and row_id(record) not in only:
-                continue
-            if not is_wanted(row) or record.topic in topics or query.holds.covers(record):
-                continue
-            if lane_of(record) in keys or row_id(record) in rows:
+            if not is_wanted(row) or is_left_out(record):
                 continue
             if identity <= lowest:
                 was_freed = not row.was_taken and row.freed_at < self._planned_at
@@ -343,10 +369,12 @@ class Store:
             batch: MarkedBatch = self._statement(select, update, changes=True)
         return batch
 
-    def find_lost(self, leader_id: UUID, known: Collection[int], _: RowQuery) -> MarkedRows:
+    def find_lost(self, leader_id: UUID, known: Collection[int], query: RowQuery) -> MarkedRows:
+        is_left_out = _exclusion(query)
+
         def look() -> MarkedRows:
-            lost = [number for number, row in self._database.rows.items() if row.leader == leader_id]
-            lost = [number for number in lost if number not in known]
+            marked = [row.record for row in self._database.visible.values() if row.leader == leader_id]
+            lost = [record.id for record in marked if record.id not in known and not is_left_out(record)]
             return MarkedRows(len(lost), min(lost, default=0), max(lost, default=0))
 
         found: MarkedRows = self._statement(look)
@@ -370,6 +398,7 @@ class Store:
             if row is not None and row.record.create_time == time and is_wanted(row):
                 del rows[identity]
                 row.version += 1
+                self._database.deleted.append(row)
                 count += 1
         return count
 
