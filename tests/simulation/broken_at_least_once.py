@@ -25,7 +25,7 @@ class NoLanes(Lanes):
 
     def _admit(self, records: Sequence[StoredRecord]) -> None:
         self._held.update(zip((record.id for record in records), sizes_of(records), strict=True))
-        self._held_bytes += bytes_of(records)
+        self.held_bytes += bytes_of(records)
         self._ready.extend(records)
 
     def purged(self, records: Sequence[StoredRecord]) -> None:

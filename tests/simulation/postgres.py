@@ -171,7 +171,7 @@ class Database:
                 time.until = min(time.until, now)
         for hold in self.holds:
             for row in self.rows.values() if hold not in holds else ():
-                row.waits_since = now if covers(hold, row.record) else row.waits_since
+                row.waits_since = max(now, row.waits_since) if covers(hold, row.record) else row.waits_since
         self.hold_times += [HoldTime(hold, now) for hold in holds if hold not in self.holds]
         self.holds = holds
         self.hold_version += 1
