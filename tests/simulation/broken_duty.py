@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outbox_core.kafka.duty import SILENCE_SECONDS
+from outbox_core.kafka.duty import PATIENCE_SECONDS, SILENCE_SECONDS
 
 
 def stay_as_owner(self: Any) -> None:
@@ -16,6 +16,11 @@ def never_overdue(self: Any, now: float) -> dict[str, float]:
     """Take no work for overdue."""
     del self, now
     return {}
+
+
+def no_patience_with_newcomers(self: Any, now: float) -> dict[str, float]:
+    """Take work for overdue as soon as if it had succeeded before."""
+    return {work: seconds for work, seconds in self.owed(now).items() if seconds >= PATIENCE_SECONDS}
 
 
 def no_word_of_others(self: Any) -> int:

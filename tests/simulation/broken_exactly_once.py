@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -32,6 +33,7 @@ _UNWRITTEN_SECONDS = 0.6  # three times PostgreSQL's wal_writer_delay
 _original_commit = TransactionalProducer.commit
 _original_abort = TransactionalProducer.abort
 _original_end = TransactionalProducer._end
+_original_torn = TransactionalProducer._torn
 _original_ledger = TransactionalIdentity.ledger
 _original_start_scan = Term._start_scan
 _original_collect_scan = Term._collect_scan
@@ -295,6 +297,11 @@ def restart_without_the_unwritten(self: Simulation, random: Random) -> None:
     for time, row in vars(self.database).pop("unwritten", ()):
         if time > self.scheduler.now - _UNWRITTEN_SECONDS:
             self.database.rows[row.record.id] = Row(row.record, row.leader, row.version, was_taken=True)
+
+
+def take_expiry_for_unknown(self: TransactionalProducer, cause: Any) -> Ended:
+    """Take the transaction of an expired transactional.id for one whose outcome is unknown."""
+    return replace(_original_torn(self, cause), is_expiry=False)
 
 
 def keep_the_scan(self: Term, aborted: Aborted) -> None:

@@ -4,20 +4,20 @@ A statement takes its snapshot when it begins and changes rows when it ends; a r
 as UPDATE and DELETE skip it. A connection that breaks leaves the outcome of its statement unknown: it may have taken
 effect, have none, or take effect later, after its client has crashed.
 
-Row level security may hide all rows from the harvesters' role for a while. What that does to a statement is what the
-product's sessions ask for: it sees nothing, or is refused.
+Row level security may hide all rows of a table from the harvesters' role for a while. PostgreSQL then refuses the
+statements of the product's sessions, which ask for that instead of seeing nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from inspect import getsource
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
-from outbox_core.errors import StoreSilent, StoreUnavailable
+from outbox_core.errors import RowsHidden, StoreSilent, StoreUnavailable
 from outbox_core.stores.interface import (
     NO_FLOOR,
     Backlog,
@@ -34,7 +34,6 @@ from outbox_core.stores.interface import (
     lane_of,
     row_id,
 )
-from outbox_core.stores.postgres import connection as product_connection
 from outbox_core.stores.postgres.deadlines import GRACE_SECONDS, SETUP_SECONDS
 from tests.simulation.network import LOST, Connection, Network, Request, Server
 from tests.simulation.scheduling import Process, Scheduler, current
@@ -46,6 +45,7 @@ REFUSED = object()
 _SEQUENCE_AHEAD = 32  # numbers that PostgreSQL notes as drawn before they are
 _SILENT_SECONDS = 11.0  # after which keepalives and `tcp_user_timeout` give up a connection
 _STATEMENT_SECONDS = 30.0  # the statement timeout
+_FIND_LOST_SECONDS = 150.0  # until rows that came back with their mark are seen: two looks, a minute apart
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +100,7 @@ class Database:
     hold_version: int = 0
     hold_times: list[HoldTime] = field(default_factory=list)
     read_at: dict[str, list[tuple[float, str]]] = field(default_factory=dict)  # value -> times and processes
+    deleted: deque[Row] = field(default_factory=lambda: deque(maxlen=3))  # the last ones, with their marks
     hidden: set[str] = field(default_factory=set)  # tables whose rows a policy hides, "rows" or "holds"
     on_hidden: Callable[[StoredRecord], None] = lambda _: None  # gets a row that a floor hides from its harvester
     _times: int = 0
@@ -129,6 +130,7 @@ class Database:
         if self.writers:
             return False
         self.rows.clear()
+        self.deleted.clear()
         self.last_id = 0
         self.incarnation += 1
         return True
@@ -142,10 +144,24 @@ class Database:
         """Go on with a standby, on the same timeline; return the records that are lost, and those that come back."""
         lost = [row.record for row in self.rows.values() if not _has(standby.rows, row)]
         revived = [row.record for row in standby.rows.values() if not _has(self.rows, row)]
+        for identity, row in standby.rows.items():
+            is_same = _has(self.rows, row) and self.rows[identity].leader == row.leader
+            if row.leader is not None and not is_same:
+                row.waits_since = self.scheduler.now + _FIND_LOST_SECONDS  # the mark may be that of who leads now
         self.rows, self.last_id = standby.rows, standby.last_id
+        self.deleted.clear()
         self.writers.clear()
         self.server.began_at = self.scheduler.now
         return lost, revived
+
+    def put_back(self) -> list[StoredRecord]:
+        """Put the rows that were deleted last into the table again, with their marks; return their records."""
+        rows = [row for row in self.deleted if row.record.id not in self.rows]
+        self.deleted.clear()
+        for row in rows:
+            row.was_taken, row.waits_since = True, self.scheduler.now + _FIND_LOST_SECONDS
+            self.rows[row.record.id] = row
+        return [row.record for row in rows]
 
     def set_holds(self, holds: list[NewHold]) -> None:
         """Replace the holds."""
@@ -155,7 +171,7 @@ class Database:
                 time.until = min(time.until, now)
         for hold in self.holds:
             for row in self.rows.values() if hold not in holds else ():
-                row.waits_since = now if covers(hold, row.record) else row.waits_since
+                row.waits_since = max(now, row.waits_since) if covers(hold, row.record) else row.waits_since
         self.hold_times += [HoldTime(hold, now) for hold in holds if hold not in self.holds]
         self.holds = holds
         self.hold_version += 1
@@ -177,6 +193,19 @@ def holds_of(holds: Sequence[NewHold]) -> HoldSet:
     )
 
 
+def _exclusion(query: RowQuery) -> Callable[[StoredRecord], bool]:
+    """Return the function that tells which records a query leaves out, wherever its floor is."""
+    rows, keys, topics = set(map(row_id, query.without_rows)), set(query.without_keys), set(query.without_topics)
+    only = None if query.only_rows is None else set(query.only_rows)
+
+    def is_left_out(record: StoredRecord) -> bool:
+        if record.topic in topics or query.holds.covers(record) or lane_of(record) in keys:
+            return True
+        return row_id(record) in rows or (only is not None and row_id(record) not in only)
+
+    return is_left_out
+
+
 @dataclass(frozen=True)
 class _Place:
     connection: Connection | None
@@ -185,8 +214,6 @@ class _Place:
 
 class Store:
     """An `OutboxStore` on the simulated database; also its `HoldStore`, `SequenceStore` and `MarkStore`."""
-
-    asks_for_refusal: ClassVar[bool] = "row_security" in getsource(product_connection)  # where rows would be hidden
 
     def __init__(self, database: Database, network: Network) -> None:
         self._database = database
@@ -209,7 +236,7 @@ class Store:
 
         def handle(respond: Callable[[object], None]) -> None:
             def run(number: int) -> None:
-                if self.asks_for_refusal and table in self._database.hidden:
+                if self.refuses(table):
                     respond(REFUSED)
                     return
                 result = steps[number]()
@@ -237,8 +264,13 @@ class Store:
             self._connection = None
             raise StoreUnavailable("the connection is lost", in_doubt=True)
         if found[0] is REFUSED:
-            raise StoreUnavailable("query would be affected by row-level security policy")
+            self.close()
+            raise RowsHidden(f"query would be affected by row-level security policy for table {table!r}")
         return found[0][0]
+
+    def refuses(self, table: str) -> bool:
+        """Return True if PostgreSQL refuses a statement on a table: its rows are hidden, and the session wants all."""
+        return table in self._database.hidden
 
     @staticmethod
     def bounded(seconds: float) -> float | None:
@@ -278,8 +310,7 @@ class Store:
         here = _Place(self._connection, database.incarnation)
         if floor.place == here and database.last_id >= floor.id:
             lowest = floor.id
-        rows, keys, topics = set(map(row_id, query.without_rows)), set(query.without_keys), set(query.without_topics)
-        only = None if query.only_rows is None else set(query.only_rows)
+        is_left_out = _exclusion(query)
         found: list[Row] = []
         taken = 0
         # Hidden from nobody: a row that another leader has taken from our hands, and one that has left them after this
@@ -287,11 +318,7 @@ class Store:
         for identity in sorted(database.visible):
             row = database.rows[identity]
             record = row.record
-            if only is not None and row_id(record) not in only:
-                continue
-            if not is_wanted(row) or record.topic in topics or query.holds.covers(record):
-                continue
-            if lane_of(record) in keys or row_id(record) in rows:
+            if not is_wanted(row) or is_left_out(record):
                 continue
             if identity <= lowest:
                 was_freed = not row.was_taken and row.freed_at < self._planned_at
@@ -342,10 +369,12 @@ class Store:
             batch: MarkedBatch = self._statement(select, update, changes=True)
         return batch
 
-    def find_lost(self, leader_id: UUID, known: Collection[int], _: RowQuery) -> MarkedRows:
+    def find_lost(self, leader_id: UUID, known: Collection[int], query: RowQuery) -> MarkedRows:
+        is_left_out = _exclusion(query)
+
         def look() -> MarkedRows:
-            lost = [number for number, row in self._database.rows.items() if row.leader == leader_id]
-            lost = [number for number in lost if number not in known]
+            marked = [row.record for row in self._database.visible.values() if row.leader == leader_id]
+            lost = [record.id for record in marked if record.id not in known and not is_left_out(record)]
             return MarkedRows(len(lost), min(lost, default=0), max(lost, default=0))
 
         found: MarkedRows = self._statement(look)
@@ -369,6 +398,7 @@ class Store:
             if row is not None and row.record.create_time == time and is_wanted(row):
                 del rows[identity]
                 row.version += 1
+                self._database.deleted.append(row)
                 count += 1
         return count
 

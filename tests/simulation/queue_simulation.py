@@ -144,8 +144,8 @@ SENTINELS_IN_LOG = {
     "handlers did not finish before the end": "handlers did not finish within drain_timeout",
     "closed before its markers were delivered": "closed before its last markers were delivered",
     "handler done too late": "done after the consumer was closed",
-    "left its group": "leaves group kafka-mq-",
-    "joined again": "joins group kafka-mq-",
+    "left its group": " leaves group ",
+    "joined again": " joins group ",
 }
 
 QUEUE_SENTINELS = (

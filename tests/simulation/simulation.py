@@ -35,6 +35,7 @@ from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster,
 from tests.simulation.illnesses import ILLNESSES, Illnesses
 from tests.simulation.liveness import Liveness
 from tests.simulation.network import LONGEST_DELAY_SECONDS, Cut, Network, Server
+from tests.simulation.outages import Outages
 from tests.simulation.postgres import OUTBOX, Database, HoldTime, Standby, Store, covers
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
 from tests.simulation.threads import Event, patched
@@ -129,6 +130,13 @@ class Plan:
         )
 
     @property
+    def only_fault(self) -> str:
+        """The one kind of fault that there is, '' if there are several."""
+        others = self.late or self.late_ends or self.late_produces or self.late_changes or self.poison or self.illnesses
+        is_alone = len(self.faults) == 1 and not (others or self.changes_to or self.foreign or self.neighbour)
+        return self.faults[0] if is_alone else ""
+
+    @property
     def is_quiet(self) -> bool:
         """True if faults are rare."""
         return self.fault_pause > Plan.fault_pause * self.outage
@@ -140,6 +148,7 @@ class Plan:
             self,
             seconds=random.choice((1200.0, 2400.0, 3600.0)),
             harvesters=min(self.harvesters, 2),
+            faults=(*self.faults, "put back"),
             pause=random.choice((3.0, 10.0)),
             fault_pause=random.choice((5.0, 20.0, 60.0)),
         )
@@ -222,6 +231,9 @@ class _Log(logging.Handler):
         for sentinel, part in SENTINELS_IN_LOG.items():
             if part in text:
                 self._seen[sentinel] += 1
+        task = getattr(getcurrent(), "task", None)
+        if task is None or not task.process.is_dead:
+            self._simulation.outages.take_in(text, record.getMessage())
         if self._scheduler.trace is not None:
             try:
                 name = current().process.name
@@ -520,6 +532,7 @@ class Simulation:
         self.nodes = [Node(self, number) for number in range(plan.harvesters)]
         self.outbox = OUTBOX
         self.liveness = Liveness(self)
+        self.outages = Outages(self)
         self._illnesses = Illnesses(self)
         self._writers = [Writer(self, number) for number in range(plan.writers)]
 
@@ -895,6 +908,7 @@ class Simulation:
     def _fault_database(self, random: Random) -> None:
         server = self.database.server
         self.scheduler.note("the database restarts")
+        self.outages.begin()
         server.is_up = False
         self.network.break_some(lambda connection: connection.server is server)
         self.scheduler.after(random.random() * 4 * self.plan.outage, lambda: setattr(server, "is_up", True))
@@ -941,6 +955,13 @@ class Simulation:
         self.lost.update(map(_token, lost))
         self.revived.update(map(_token, revived))
         self._fault_database(self.scheduler.random)
+
+    def _fault_put_back(self, random: Random) -> None:
+        del random
+        records = self.database.put_back()
+        self.scheduler.note("%d rows are put back into the table, with their marks", len(records))
+        self.seen["rows put back"] += bool(records)
+        self.revived.update(map(_token, records))
 
     def _fault_leader_topic(self, random: Random) -> None:
         topic = self.nodes[0].leader_topic

@@ -156,6 +156,35 @@ def test_another_one_works_whatever_the_illness(illness, mode):
         assert not run(plan).problem
 
 
+def test_outage_for_all_passes_the_partition_on_once():
+    """In minutes without a database two harvesters lead once each, the first one for a minute."""
+    plan = plan_of(1, "at-least-once", "who left in an outage for all stays out")
+    plan = replace(plan, harvesters=2, seconds=200.0)
+    outcome = run(plan)
+    assert plan.only_fault == "database"
+    assert not outcome.problem
+    assert outcome.seen["partition passed on in an outage for all"]
+
+
+def test_rows_put_back_with_their_mark_have_time():
+    """A row that was deleted comes back with its mark, and has some minutes until it must be published again."""
+    scheduler = Scheduler(1)
+    database = Database(scheduler)
+    record = StoredRecord(database.draw(), "orders", "a", b"w0a:1", None, None, -1, 7)
+    database.commit([record])
+    database.rows[record.id].leader = UUID(int=1)
+    standby = database.standby()
+    store = Store.__new__(Store)
+    store._database = database
+    assert store._delete([record.id], [7], lambda _: True) == 1
+    assert database.put_back() == [record]
+    assert (database.rows[record.id].leader, database.rows[record.id].waits_since) == (UUID(int=1), 150.0)
+    assert database.put_back() == []
+    del database.rows[record.id]
+    assert database.promote(standby) == ([], [record])
+    assert database.rows[record.id].waits_since == 150.0
+
+
 def test_liveness_counts_from_what_ends_last():
     """A row waits from its commit, the release of its hold, or the end of a fault for all, whichever is the latest."""
     simulation = Simulation(Plan(1, "exactly-once", (), harvesters=2))
