@@ -161,7 +161,7 @@ QUEUE_RULES: dict[str, tuple[Double, ...]] = {
         (PlainStartWriter, "write", _commit_then_mark),
         (TransactionalStartWriter, "write", _mark_alone),
     ),
-    "offsets wait for the markers' acknowledgement": ((PlainStartWriter, "_flush", lambda *_: None),),
+    "offsets wait for the markers' acknowledgement": ((start_writers, "_flush", lambda *_: None),),
     "what was not started is taken again": ((GroupMember, "take", _take_for_good),),
     "what was paused is resumed when it is assigned": ((GroupMember, "_assigned", _assign_as_it_was),),
     "a message in progress is kept alive": ((AckHandler, "_keep_alive", lambda *_: None),),
