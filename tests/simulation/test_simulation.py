@@ -16,6 +16,7 @@ from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.stores.interface import RowQuery, StoredRecord
 from tests.simulation import queue_simulation, simulation
 from tests.simulation.__main__ import main, shrink
+from tests.simulation.broken_queue_rules import QUEUE_RULES, queue_broken
 from tests.simulation.broken_rules import RULES, broken, plan_of, shows
 from tests.simulation.brokers import PLAIN, Entry, Sent
 from tests.simulation.illnesses import ILLNESSES
@@ -91,6 +92,16 @@ def _is_found(rule, most_seeds, first=0):
     with broken(rule):
         outcomes = (run(plan_of(seed, "", rule)) for seed in range(first, first + most_seeds))
         return any(shows(rule, outcome.problem) for outcome in outcomes)
+
+
+def test_doubles_fit_the_product():
+    """Each broken rule names attributes that there are: what a double replaces may have moved."""
+    for rule in RULES:
+        with broken(rule):
+            pass
+    for rule in QUEUE_RULES:
+        with queue_broken(rule):
+            pass
 
 
 @pytest.mark.parametrize("rule", QUICKLY_FOUND)
