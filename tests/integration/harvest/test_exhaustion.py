@@ -24,6 +24,7 @@ def test_leader_without_descriptors(database, kafka_bootstrap, delivery):
     ran = subprocess.run(program, capture_output=True, text=True, timeout=90, check=False)
     told = [line for line in ran.stdout.splitlines() if line != "LeaderRefreshed"]  # may come after a lost connection
     assert told[:2] == ["LeaderAcquired", "LeaderRevoked"], ran.stderr
+    assert told[2:], ran.stderr
     assert told[2].startswith("gave up: this process can open no more files and connections")
     assert "its limit is 256" in told[2]
     assert told[3:] == ["failing"]

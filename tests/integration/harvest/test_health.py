@@ -82,7 +82,7 @@ def test_locked_table_is_told(scene, make_topic, delivery):
         with scene.connect() as blocking:
             blocking.execute("LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE")
             wait_until(lambda: not harvester.health().ok, "it is not well", timeout=20)
-            assert "could not read the outbox" in harvester.health().detail
+            wait_until(lambda: "could not read the outbox" in harvester.health().detail, "the reason", timeout=20)
         wait_until(lambda: harvester.health().ok, "it is well again")
         scene.fill(topic, 5)
         wait_until(lambda: scene.count() == 0, "it publishes")
