@@ -14,7 +14,6 @@ that was forked has the same.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Generator
@@ -91,5 +90,10 @@ class BoundedConnection(psycopg.Connection[Row_co]):
 
     def _shut_down(self) -> None:
         """End the connection under the driver, which keeps its descriptor, and finds the end of the stream."""
-        with socket.socket(fileno=os.dup(self.pgconn.socket)) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
+        ours = socket.socket(fileno=self.pgconn.socket)  # needs no further descriptor: there may be none
+        try:
+            ours.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # ended by the other side at this moment
+        finally:
+            ours.detach()

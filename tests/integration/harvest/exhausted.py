@@ -43,6 +43,7 @@ def main(data_source, bootstrap, delivery):
     while not harvester.leader_id:
         time.sleep(0.05)
     with psycopg.connect(data_source, autocommit=True) as operator:
+        operator.execute("SELECT")  # now, as a first statement may open files
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         threading.Thread(target=hoard, daemon=True).start()
