@@ -132,14 +132,16 @@ class Activity:
     @contextmanager
     def statement(self, name: str, work: str) -> Iterator[None]:
         """Note a call to the database, and its success; a table or right that is missing fails for others, too."""
-        self.duty.tried(work, self.now())
+        if work:
+            self.duty.tried(work, self.now())
         with self.step(name):
             try:
                 yield
             except (RowsHeld, RowsRemain, TableUnusable, OutboxTableError):
                 self.duty.dropped(work)
                 raise
-        self.duty.succeeded(work)
+        if work:
+            self.duty.succeeded(work)
 
     def tries_to(self, *works: str) -> None:
         """Note that work begins which ends with `duty.succeeded` or `duty.dropped`."""

@@ -34,7 +34,7 @@ Fetch = Callable[[str, Sequence[Any]], list[tuple[Any, ...]]]
 _HIDES = """
 row_security_active({oid}) AND (
     EXISTS (
-        SELECT FROM pg_policy WHERE polrelid = {oid} AND NOT polpermissive
+        SELECT FROM pg_policy WHERE polrelid = {oid} AND NOT polpermissive AND polcmd <> 'a'
         AND (pg_get_expr(polqual, polrelid) <> 'true' OR pg_get_expr(polwithcheck, polrelid) <> 'true')
     ) OR EXISTS (
         SELECT FROM (VALUES ('r', has_any_column_privilege({oid}, 'SELECT')),
@@ -128,11 +128,15 @@ def set_row_security(fetch: Fetch, tables: Sequence[TableName]) -> bool:
     return is_deliberate
 
 
-def fetch_on(connection: Any) -> Fetch:
-    """Return the function that runs statements on a DB-API connection of paramstyle `format`."""
+def fetch_on(connection: Any, seconds: float | None = None, purpose: str = "row level security") -> Fetch:
+    """Return the function that runs statements on a DB-API connection of paramstyle `format`.
+
+    Each has so many seconds, by default those of a short one; `purpose` is for the log line of one that has not.
+    """
 
     def fetch(statement: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        with watched(connection, SHORT_SECONDS, "row level security"), closing(connection.cursor()) as cursor:
+        patience = SHORT_SECONDS if seconds is None else seconds
+        with watched(connection, patience, purpose), closing(connection.cursor()) as cursor:
             cursor.execute(statement, parameters)
             return [tuple(row) for row in cursor.fetchall()]
 

@@ -47,7 +47,6 @@ class _Call:
     def give_up(self) -> None:
         silence = f"the database{self._place()} has not answered for {self.seconds:.0f} s ({self.purpose})"
         self.given_up = f"{silence}; the connection was given up"
-        _log.warning("%s", self.given_up)
         with suppress(OSError):  # ended by the other side at this moment
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -121,11 +120,13 @@ def watched(connection: Any, seconds: float, purpose: str) -> Iterator[None]:
         seconds: for the whole block, which sends statements on this connection alone.
         purpose: for the log line; no values of rows.
     """
-    descriptor = _descriptor_of(connection)
-    if descriptor is None:  # closed, or of another driver
+    descriptor, call = _descriptor_of(connection), None
+    if descriptor is not None:
+        with suppress(OSError):  # no descriptor is left: the call is as it was without us
+            call = _Call(descriptor, seconds, purpose)
+    if call is None:  # or the connection is closed, or of another driver
         yield
         return
-    call = _Call(descriptor, seconds, purpose)
     _watch.add(call)
     try:
         yield
@@ -135,6 +136,8 @@ def watched(connection: Any, seconds: float, purpose: str) -> Iterator[None]:
         raise
     finally:
         _watch.remove(call)
+        if call.given_up:  # here, as a slow handler of the log must hold up nobody else's calls
+            _log.warning("%s", call.given_up)
 
 
 def _descriptor_of(connection: Any) -> int | None:

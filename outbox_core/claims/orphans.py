@@ -22,6 +22,7 @@ from outbox_core.kafka.reader import PartitionReader, partition_ends, reader_set
 from outbox_core.row_security import fetch_on, hides_sql, refuse_hidden
 from outbox_core.schema import TableName, archive_beside
 from outbox_core.stasher import Connection
+from outbox_core.watched_calls import LONG_SECONDS
 
 _ANSWER_SECONDS = 10.0
 _SILENCE_SECONDS = 60.0
@@ -73,7 +74,7 @@ def _named_in_table(connection: Connection, outbox: TableName) -> set[str]:
     hides = hides_sql(outbox)
     # Both by one statement: what a policy hides from it must not look as if no record named it.
     sql = f"SELECT {values}, false FROM {table} WHERE %s = ANY (kafka_header_keys) UNION ALL SELECT NULL, {hides}"
-    rows = fetch_on(connection)(sql, [CLAIM_HEADER])
+    rows = fetch_on(connection, LONG_SECONDS, "names of payloads")(sql, [CLAIM_HEADER])
     if any(is_hidden for _, is_hidden in rows):
         refuse_hidden(fetch_on(connection), [outbox])
         raise RowsHidden(f"row level security of {outbox} hid rows for a moment, so nothing is known of orphans")

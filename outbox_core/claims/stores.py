@@ -12,7 +12,7 @@ from outbox_core.claims.claims import ClaimMissing, ClaimName
 from outbox_core.errors import InvalidConfig, MissingExtra
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName
-from outbox_core.watched_calls import LONG_SECONDS, SHORT_SECONDS, watched
+from outbox_core.watched_calls import LONG_SECONDS, watched
 
 _CREATE = """\
 CREATE TABLE IF NOT EXISTS {table} (
@@ -181,8 +181,8 @@ class TableStore:
         self._run(f"DELETE FROM {self._escaped} WHERE name = %s", [name])
 
     def _run(self, statement: str, parameters: list[object]) -> list[Any]:
-        patience = SHORT_SECONDS if parameters else LONG_SECONDS  # of one payload, or of all
-        with closing(self._connect()) as connection, watched(connection, patience, f"payloads in {self._table}"):
+        # Also for one payload: it may be large, and the link slow.
+        with closing(self._connect()) as connection, watched(connection, LONG_SECONDS, f"payloads in {self._table}"):
             with closing(connection.cursor()) as cursor:
                 cursor.execute(statement, parameters)
                 rows = cursor.fetchall() if cursor.description else []

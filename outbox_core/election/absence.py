@@ -25,8 +25,6 @@ from outbox_core.kafka.duty import FIRST_PROBE_SECONDS, LAST_PROBE_SECONDS, SILE
 
 _log = logging.getLogger("outbox_core.election")
 
-_LOOK_EVERY_SECONDS = 1.0
-
 
 class Absence(Protocol):
     """One time out of the group, for the thread of the member; `begins` is the first call."""
@@ -74,15 +72,17 @@ class UnableToLead:
     Args:
         reason: for people.
         shortest: seconds of an absence at least.
+        lease: seconds that a look may take to come back: a leader's heartbeat may take as long.
         send: sends a look to the leader topic, and must not wait.
     """
 
     condition = "a message of its own comes back from the leader topic"
 
-    def __init__(self, reason: str, shortest: float, send: Callable[[Look], None]) -> None:
+    def __init__(self, reason: str, shortest: float, lease: float, send: Callable[[Look], None]) -> None:
         self.reason = reason
         self._due = self._earliest = 0.0
         self._shortest = shortest
+        self._lease = lease
         self._send = send
         self._look = Look()
 
@@ -95,7 +95,7 @@ class UnableToLead:
         if self._look.is_back:
             return "the leader topic can be written and read" if now >= self._earliest else ""
         if now >= self._due:
-            self._due = now + _LOOK_EVERY_SECONDS
+            self._due = now + self._lease
             self._look = Look()
             self._send(self._look)
         return ""

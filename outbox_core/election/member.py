@@ -185,7 +185,8 @@ class Member:
             cause = self._health.last_error
             reason = f"it had the partition and could not lead for {at - self._able_at:.0f} s"
             reason += f" ({cause})" if cause else ""
-            self._leave(UnableToLead(reason, self._session, self._send_look))
+            lease = self._config.heartbeat_timeout.total_seconds()
+            self._leave(UnableToLead(reason, self._session, lease, self._send_look))
 
     def _leave(self, absence: Absence) -> None:
         """Leave the group for a time, after a hand-over, so that the coordinator gives the partition to another."""

@@ -35,6 +35,7 @@ from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
 from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
+from outbox_core.harvest.steps import BEGIN
 from outbox_core.harvest.store_calls import StoreCall, StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.harvest.work_watch import WorkWatch
@@ -322,6 +323,9 @@ class Harvester:
         if isinstance(event, LeaderRevoked):
             self._hand_over()
         self.metrics.leading(isinstance(event, LeaderAcquired), getattr(event, "term", -1))
+        if isinstance(event, LeaderAcquired):
+            # From now: the harvest thread may hang in a call of an earlier leadership, and would never try anything.
+            self.metrics.activity.tries_to(BEGIN)
         if self._observer is not None:
             self._observer.note(event)
         self._emit(event)

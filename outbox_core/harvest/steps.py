@@ -29,7 +29,7 @@ class Step(NamedTuple):
     """A statement's name, and the work that it belongs to."""
 
     name: str
-    work: str
+    work: str  # '' for none: it may take long, and another leader would begin it anew
 
 
 MARK: Final = Step("a mark", READ)
@@ -39,3 +39,4 @@ PURGE: Final = Step("a purge", DELETE)
 DEAD_LETTERS: Final = Step("the deletion of dead letters", DELETE)
 HOLDS: Final = Step("the reading of holds", ASK)
 STATEMENT: Final = Step("a statement", ASK)
+WHOLE_TABLE: Final = Step("a statement that reads the whole table", "")

@@ -101,7 +101,8 @@ class StoreCall(Generic[T]):
         """Run `work(store)` on the store's thread."""
         must(self._future is None, "a call must not start while another is under way")
         step, activity = self._step, self._ctx.metrics.activity
-        activity.tries_to(step.work)  # now: the thread may hang in the call of an earlier leadership
+        if step.work:
+            activity.tries_to(step.work)  # now: the thread may hang in the call of an earlier leadership
 
         def noted(store: OutboxStore) -> T:
             with activity.statement(*step):
@@ -159,9 +160,11 @@ class LeadershipWait:
             self.back_off(call.retry_at - now())
             return None
 
-    def retry_until_done(self, thread: StoreThread, work: Callable[[OutboxStore], T]) -> T | None:
+    def retry_until_done(
+        self, thread: StoreThread, work: Callable[[OutboxStore], T], step: Step = STATEMENT
+    ) -> T | None:
         """Repeat a call until it succeeds; return None if the leadership ends first."""
-        call: StoreCall[T] = StoreCall(thread, self._ctx)
+        call: StoreCall[T] = StoreCall(thread, self._ctx, step)
         while not self._over():
             call.start(work)
             if not self.until_done(call):

@@ -12,7 +12,8 @@ Only work that was tried counts; what waits for something else was not. And not 
 
 - **A partition without a leader, a topic that is missing** fail for others, too. So partitions that cannot be written
   count only if Kafka lists a leader that does not answer us.
-- **Aborted transactions** count only if some broker does not answer us: Kafka has answered for each of them.
+- **Aborted transactions** count only if some broker does not answer us: Kafka has answered for each of them. So does
+  one that still waits for acknowledgements: a partition without a leader holds it up for as long as it may take.
 - **A missing right** is dropped from the duty where it is met.
 
 A call that Kafka or the database never answers needs no such proof: the probe may pass where the work does not, behind
@@ -31,8 +32,9 @@ from typing import Protocol
 from outbox_core.config import redact
 from outbox_core.errors import KafkaUnavailable, OutboxError
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.steps import KEEP_TIME, OF_DATABASE, OF_KAFKA, REACH, WRITE
+from outbox_core.harvest.steps import KEEP_TIME, OF_DATABASE, OF_KAFKA, PUBLISH, REACH, WRITE
 from outbox_core.kafka.duty import PATIENCE_SECONDS
+from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
 
 _log = logging.getLogger(__name__)
 
@@ -186,7 +188,8 @@ class WorkWatch:
 
     def _is_ours(self, work: str) -> bool:
         """Return False, and drop the work for a while, if others would fare the same."""
-        if work not in (REACH, WRITE) or self._silence(work):
+        waits_for_all = work == PUBLISH and self._activity.longest_step[0] == ACKNOWLEDGEMENTS
+        if not (work in (REACH, WRITE) or waits_for_all) or self._silence(work):
             return True
         self._activity.duty.dropped(work)
         if work == REACH:

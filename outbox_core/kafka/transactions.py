@@ -104,6 +104,7 @@ class Ended:
 
 
 Outcome = Committed | Aborted | Ended
+ACKNOWLEDGEMENTS = "acknowledgements of records"  # the step in which a transaction waits for its records' brokers
 
 
 def is_torn(error: KafkaError) -> bool:
@@ -337,7 +338,7 @@ class TransactionalProducer:
     def _flush(self, timeout_seconds: float, give_up: GiveUp) -> bool:
         """Wait until no record is outstanding or the transaction has failed. False if time or `give_up` ended that."""
         give_up_at = monotonic() + timeout_seconds
-        with self.step("acknowledgements of records"):
+        with self.step(ACKNOWLEDGEMENTS):
             while True:
                 left = give_up_at - monotonic()
                 with suppress(KafkaException):  # a broken producer: the probe says so

@@ -156,8 +156,8 @@ class Term:
                 self._failures.found_none()
                 if not self._failures.batch.ends:
                     self._ctx.kafka.expire_after(_QUIET_SECONDS)  # nothing is there to be committed
-                    if not self._failures.backoffs:
-                        self._has_settled(Aborted(None, record_at_fault=False))
+                if not self._failures.backoffs:
+                    self._has_settled(Aborted(None, record_at_fault=False))
                 self._check_drained()
         return records
 

@@ -43,6 +43,7 @@ from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicE
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.exactly_once.term import Term
 from outbox_core.harvest.failures.failed_transactions import FailedTransactions
+from outbox_core.harvest.steps import BEGIN
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.transactions import Ended
@@ -116,6 +117,7 @@ class ExactlyOnce:
         except (TrackingTopicError, MarkedRowsFound) as error:
             if not self._ctx.has_begun.is_set():
                 raise
+            self._ctx.metrics.activity.duty.dropped(BEGIN)  # a right or a topic that is missing is so for all
             return Ended(str(error))
 
     def _wait_for_fresh_lease(self, seconds: float) -> None:

@@ -116,18 +116,21 @@ class OutboxTable:
         if self.connection is None or self.connection.closed:
             # Found once: another session's path must not lead to another table.
             names = () if self.found[0].schema else (self.name, self.hold_name)
-            self.connection, found = connect_to_primary(
-                *self._connect_to, *names, statement_timeout=self.statement_timeout
-            )
+            connection, found = connect_to_primary(*self._connect_to, *names, statement_timeout=self.statement_timeout)
             if found:
                 table, holds = found
                 self.found = table, holds if holds.schema else hold_beside(table)
                 self._formatted.clear()
-            self.role = self.connection.info.user
+            self.role = connection.info.user
             try:
-                self._has_policies = set_row_security(fetch_on(self.connection), self._secured_names)
+                self._has_policies = set_row_security(fetch_on(connection), self._secured_names)
             except psycopg.Error as error:
+                self.connection = connection  # which is given up
                 self._raise(error)
+            except BaseException:
+                connection.close()  # or the next call would find it, and policies could hide rows from it
+                raise
+            self.connection = connection
         return self.connection
 
     def close(self) -> None:

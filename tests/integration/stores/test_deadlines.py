@@ -290,7 +290,7 @@ def test_connection_of_another_is_given_up(scene, proxy, monkeypatch, caplog, dr
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
 def test_store_of_payloads_is_given_up(scene, proxy, monkeypatch, driver):
     """A payload that the database does not return ends with an error; the next call makes a connection of its own."""
-    monkeypatch.setattr("outbox_core.claims.stores.SHORT_SECONDS", 1.0)
+    monkeypatch.setattr("outbox_core.claims.stores.LONG_SECONDS", 1.0)
     frozen = threading.Event()
 
     def connect():

@@ -8,6 +8,7 @@ from outbox_core.election.absence import AbilityQuestion, Look, SteppedDown, Una
 from outbox_core.kafka import duty
 
 SESSION = 6.0
+LEASE = 5.0
 LEFT_AT = 100.0
 
 
@@ -24,7 +25,7 @@ class _Answer:
 def unable():
     """Return the absence of an owner that could not lead, with the looks that it sends."""
     sent = []
-    absence = UnableToLead("it could not lead", SESSION, sent.append)
+    absence = UnableToLead("it could not lead", SESSION, LEASE, sent.append)
     absence.begins(LEFT_AT)
     return absence, sent
 
@@ -61,13 +62,25 @@ def test_who_could_not_lead_comes_back_by_its_look():
     assert len(sent) == 1
 
 
+def test_a_slow_link_is_good_enough():
+    """A look may take as long to come back as a leader's heartbeat."""
+    absence, sent = unable()
+    absence.news(LEFT_AT, LEFT_AT)
+    for tenth in range(45):
+        assert absence.news(LEFT_AT + tenth / 10, LEFT_AT) == ""
+    [look] = sent
+    look.acknowledged(7)
+    absence.read(7)
+    assert absence.news(LEFT_AT + SESSION, LEFT_AT)
+
+
 def test_who_cannot_write_stays_out_for_ever():
-    """A look a second, none acknowledged: silence of all others does not bring this member back."""
+    """A look in each time of a lease, none acknowledged: silence of all others does not bring this member back."""
     absence, sent = unable()
     for second in range(100):
         absence.read(second)
         assert absence.news(LEFT_AT + second, LEFT_AT) == ""
-    assert len(sent) == 100
+    assert len(sent) == 20
     sent[0].acknowledged(3)  # late: it says nothing of now
     assert absence.news(LEFT_AT + 101, LEFT_AT) == ""
 

@@ -14,9 +14,10 @@ from outbox_core.errors import (
     RowsRemain,
     StoreUnavailable,
 )
-from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, REACH, READ, SCAN, WRITE
+from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, REACH, READ, SCAN, WHOLE_TABLE, WRITE
 from outbox_core.harvest.work_watch import WorkWatch
 from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS, PATIENCE_SECONDS
+from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.outage import Outage
 
@@ -132,6 +133,26 @@ def test_what_is_missing_for_all_is_not_owed(world, error):
 
     world.pass_(PATIENCE_SECONDS + NEW_PATIENCE_SECONDS, fail)
     assert world.steps_down == []
+
+
+def test_a_statement_over_the_whole_table_takes_its_time(world):
+    """Another leader would begin it anew, so nobody hands over because of it."""
+    with world.activity.statement(*WHOLE_TABLE):
+        world.pass_(300)
+    assert world.steps_down == []
+
+
+def test_a_transaction_that_waits_for_a_partition_without_a_leader(world):
+    """While every broker answers, records that are not acknowledged would not be for another member either."""
+    world.activity.tries_to(PUBLISH)
+    with world.activity.step(ACKNOWLEDGEMENTS):
+        world.pass_(PATIENCE_SECONDS + NEW_PATIENCE_SECONDS)
+        assert world.steps_down == []
+        world.questions.silent = [BROKER]
+        world.activity.tries_to(PUBLISH)
+        world.pass_(2 * PATIENCE_SECONDS)
+    [reason] = world.reasons
+    assert BROKER in reason
 
 
 def test_a_call_that_hangs(world):
