@@ -78,7 +78,8 @@ def test_locked_table_is_told(scene, make_topic, delivery):
     """A statement that waits for a lock on the table makes the harvester unhealthy, with the reason."""
     topic = make_topic()
     with scene.running(config={"delivery": delivery}) as harvester:
-        wait_until(lambda: harvester.health().ok and harvester.is_leader, "it leads")
+        scene.fill(topic, 1)
+        wait_until(lambda: scene.count() == 0 and harvester.health().ok, "it publishes: its leadership has begun")
         with scene.connect() as blocking:
             blocking.execute("LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE")
             wait_until(lambda: not harvester.health().ok, "it is not well", timeout=20)
