@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Answers:
-    """Which brokers do not answer, asked at most once in a while for all members of a process."""
+    """The brokers that do not answer, asked at most once in a while for all members of a process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held while brokers are asked: the others wait for the same answer

@@ -48,10 +48,10 @@ Place = tuple[str, int | None]
 
 
 class Questions(Protocol):
-    """What the watch asks others; an answer takes a few seconds at most, but for the database's."""
+    """The questions of the watch to others; an answer takes a few seconds at most, but for the database's."""
 
     database: str
-    """Where the database is, for people."""
+    """The place of the database, for people."""
 
     def members(self) -> int | None:
         """Return the number of members of the leader group, None if Kafka does not say."""

@@ -1,4 +1,4 @@
-"""Which brokers answer us themselves.
+"""The brokers that answer us themselves, or do not.
 
 A client with several brokers hides that one of them is out of its reach: another one answers its questions. So each
 broker is asked by a client of its own, which knows no other.
