@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requirements-docs.txt names
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
+.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-alone test-again test-quick test-all test-lowest test-django6 python6 costs-accept
 .PHONY: test-chaos test-queues chaos simulate spark-faults explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-queue-budget bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-quota bench-versions bench-retention bench-console bench-pressure
@@ -77,7 +77,16 @@ protocol: .protoc  ## Generate the Python code of outbox_queue/protocol/markers.
 
 test: $(STAMP)  ## Run the tests against a real Postgres and a real Kafka broker, JOBS=7 at a time
 	$(BIN)/pytest -n $(or $(JOBS),7) -m "not alone and not complete"
+	$(MAKE) test-alone
+
+test-alone: $(STAMP)  ## Run those of `make test` that want the machine for themselves
 	$(BIN)/pytest -n 2 -m "alone and not complete" tests/acceptance tests/chaos
+
+test-again: $(STAMP)  ## Run what failed once more, one at a time, if it is at most three tests; then those of `test-alone`
+	@test $$($(BIN)/python -c 'import json; print(len(json.load(open(".pytest_cache/v/cache/lastfailed"))))') -le 3 || \
+		{ echo "more than three tests failed: that is no accident" >&2; exit 1; }
+	$(BIN)/pytest --last-failed --last-failed-no-failures none -m "not complete"
+	$(MAKE) test-alone
 
 test-quick: $(STAMP)  ## Run the unit tests, the contracts and one test of each mode of delivery: a minute
 	$(BIN)/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
