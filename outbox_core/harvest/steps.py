@@ -22,7 +22,7 @@ REACH: Final = "write to partitions whose leader is there"
 KEEP_TIME: Final = "send in the time of its lease"
 
 OF_DATABASE: Final = frozenset({READ, ASK, DELETE})
-OF_KAFKA: Final = frozenset({BEGIN, PUBLISH, WRITE, REACH})
+OF_KAFKA: Final = frozenset({BEGIN, PUBLISH, WRITE, REACH, KEEP_TIME})
 
 
 class Step(NamedTuple):

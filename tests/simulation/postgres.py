@@ -93,6 +93,7 @@ class Database:
     slow_answers: float = 0.0  # the share of statements that take effect up to `slowest_statement` before their answer
     late_changes: float = 0.0  # the share of statements that change rows whose connection breaks before they arrive
     reading: set[Process] = field(default_factory=set)  # that have a mark or scan under way
+    running: dict[object, tuple[Process, float]] = field(default_factory=dict)  # statements, since when
     last_id: int = 0
     incarnation: int = 0
     writers: set[str] = field(default_factory=set)
@@ -235,12 +236,17 @@ class Store:
         event, found = Event(), []
 
         def handle(respond: Callable[[object], None]) -> None:
+            statement = object()
+            self._database.running[statement] = self._process, self._scheduler.now
+
             def run(number: int) -> None:
                 if self.refuses(table):
+                    del self._database.running[statement]
                     respond(REFUSED)
                     return
                 result = steps[number]()
                 if number + 1 == len(steps):
+                    del self._database.running[statement]
                     self._answer(lambda: respond((result,)))
                 else:
                     is_slow = self._scheduler.random.random() < self._database.slow_statements
@@ -433,6 +439,15 @@ class Store:
 
     def is_empty(self) -> bool:
         return bool(self._statement(lambda: not self._database.visible))
+
+    def at_work(self, seconds: float) -> str:
+        def look() -> str:
+            running = self._database.running.values()
+            before = self._scheduler.now - seconds
+            mine = any(process is self._process and since <= before for process, since in running)
+            return "is at work on it" if mine else ""
+
+        return str(self._statement(look))
 
     def backlog(self) -> Backlog:
         return Backlog(int(self._statement(lambda: len(self._database.visible))), 0.0)
