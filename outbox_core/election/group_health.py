@@ -67,6 +67,10 @@ class GroupHealth:
         """The last complaint of Kafka or its client that still stands, '' for none."""
         return self._refusal or self._connection.last_error
 
+    def joined(self) -> None:
+        """Note that the group was joined just now."""
+        self._rejoin_at = now() + self._patience
+
     def may_rejoin(self) -> bool:
         """Tell, ever more rarely, that no leader was heard for so long that the group may need to be joined anew."""
         at, due = now(), max(self.heard_at + self._patience, self._rejoin_at)

@@ -189,16 +189,23 @@ class Member:
             self._leave(UnableToLead(reason, self._session, lease, self._send_look))
 
     def _leave(self, absence: Absence) -> None:
-        """Leave the group for a time, after a hand-over, so that the coordinator gives the partition to another."""
-        name, group = self._config.name, self._config.group_id
-        if self._absence is not None:
-            self._absence.end()
-        logger.warning(
-            "%s leaves leader group %s: %s; comes back when %s", name, group, absence.reason, absence.condition
-        )
-        self._hand_over()
-        self._consumer.unsubscribe()  # which the next polls carry out
-        self._left_at = now()
+        """Leave the group for a time, after a hand-over, so that the coordinator gives the partition to another.
+
+        Out of the group already, only the reason changes.
+        """
+        before = self._absence
+        if before is None or before.condition != absence.condition:
+            logger.warning(
+                "%s %s leader group %s: %s; comes back when %s",
+                *(self._config.name, "leaves" if before is None else "stays out of", self._config.group_id),
+                *(absence.reason, absence.condition),
+            )
+        if before is not None:
+            before.end()
+        else:
+            self._hand_over()
+            self._consumer.unsubscribe()  # which the next polls carry out
+            self._left_at = now()
         absence.begins(self._left_at)
         self._absence = absence
 
@@ -224,6 +231,7 @@ class Member:
             self._absence.end()
         self._absence = None
         self._able_at = now()
+        self._health.joined()
 
     def close(self) -> None:
         """Hand leadership over, if held, and leave the group."""

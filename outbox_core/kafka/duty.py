@@ -15,7 +15,7 @@ can do no more than its predecessor could. Those who left stay out, so n members
 `NEW_PATIENCE_SECONDS`. The last one finds itself alone, goes on trying, and works the moment that all is mended.
 
 **Coming back.** A member that is out probes what failed. It comes back once a probe succeeds; or once it has heard
-nobody at the work for `SILENCE_SECONDS`, as then somebody must try. An ill member that is alone sees the one that came
+nobody at the work for its silence, as then somebody must try. An ill member that is alone sees the one that came
 back when it asks the next time, and leaves.
 
 A member that comes back and fails once more has the patience of a newcomer: a probe that shows less than the work needs
@@ -36,7 +36,8 @@ ASK_SECONDS: Final = 3.0
 """Between questions who is there: as long as an ill member that was alone keeps the work from one that came back."""
 
 SILENCE_SECONDS: Final = 10.0
-"""Longer than a hand-over and the lease that follows it, during which nobody is heard either."""
+"""Longer than a hand-over and the lease that follows it, during which nobody is heard either, if those take no longer
+than by default."""
 
 SILENCE_JITTER_SECONDS: Final = 5.0
 """So that of several that are out one comes back first, and is heard by the others."""
@@ -58,10 +59,11 @@ class Duty:
 
     Args:
         spread: From 0 to 1, drawn by chance for each member: its part of `SILENCE_JITTER_SECONDS`.
+        silence: Seconds without a word of others after which somebody must try.
     """
 
-    def __init__(self, spread: float = 0.0) -> None:
-        self._silence = SILENCE_SECONDS + spread * SILENCE_JITTER_SECONDS
+    def __init__(self, spread: float = 0.0, silence: float = SILENCE_SECONDS) -> None:
+        self._silence = silence + spread * SILENCE_JITTER_SECONDS
         self._began_at: float | None = None
         self._outstanding: dict[str, float] = {}  # work -> when it was tried first since it succeeded last
         self._excused: dict[str, float] = {}  # outstanding work -> when it was found last that it fails for others, too

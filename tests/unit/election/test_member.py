@@ -336,14 +336,43 @@ def test_who_stepped_down_waits_while_another_leads(member, clock):
     assert member.hears_leader
 
 
-def test_a_member_that_is_out_can_step_down(member, clock):
+def test_a_member_that_is_out_can_step_down(member, clock, caplog):
     """The newer reason counts: an owner that could not lead, and then cannot work either, waits for its work."""
     member._on_assign(_Group(), [PLACE])
     clock(13)
     assert member.is_out
+    clock(4)
     member.step_down("no database", lambda: False)
-    assert "no database" in member.trouble
-    clock(7)
+    assert "left leader group 'billing' for 4 s: no database; comes back when it is able again" in member.trouble
+    assert "stays out of leader group billing: no database; comes back when it is able again" in caplog.messages[-1]
+    clock(5)
     assert member.is_out
-    clock(8)  # and like any that stepped down it tries when nobody does
+    clock(6)  # and like any that stepped down it tries when nobody does
     assert not member.is_out
+
+
+def test_stepping_down_again_and_again(member, clock, caplog):
+    """Who is told so every second comes back as soon as who was told once, and its log has one line of it."""
+    make_leader(member)
+    member.step_down("no database", lambda: False)
+    for second in range(20):
+        clock(1)
+        if not member.is_out:
+            break
+        member.step_down(f"no database for {second} s", lambda: False)
+        assert f"no database for {second} s" in member.trouble
+    assert not member.is_out
+    assert member._consumer.calls == ["leave", "join"]
+    assert len([line for line in caplog.messages if "no database" in line]) == 1
+
+
+def test_who_comes_back_does_not_join_anew_at_once(member, clock):
+    """After long silence it has joined a moment ago: the group is joined anew three sessions later."""
+    clock(12)
+    member.step_down("no database", lambda: False)
+    while member.is_out:
+        clock(1)
+    clock(17)
+    assert member._consumer.calls == ["leave", "join"]
+    clock(2)
+    assert member._consumer.calls == ["leave", "join", "leave", "join"]
