@@ -9,9 +9,10 @@ import pytest
 
 from outbox_core.election.config import NeliConfig
 from outbox_core.election.lease import now
-from outbox_core.election.member import Member
+from outbox_core.election.member import ClientBroken, Member
 from outbox_core.election.messages import Claim, Heartbeat, Resignation, encode
 from outbox_core.election.observer import signal_in
+from outbox_core.errors import OutboxError
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition
 
@@ -376,3 +377,14 @@ def test_who_comes_back_does_not_join_anew_at_once(member, clock):
     assert member._consumer.calls == ["leave", "join"]
     clock(2)
     assert member._consumer.calls == ["leave", "join", "leave", "join"]
+
+
+def test_a_client_that_gave_up(member):
+    """Its fatal error is one that another client may not have; before the member has joined it ends the start."""
+    fatal = KafkaError(KafkaError._FENCED, "fenced", fatal=True)
+    with pytest.raises(OutboxError, match="gave up: fenced") as caught:
+        member._on_error(fatal)
+    assert not isinstance(caught.value, ClientBroken)
+    member._on_assign(_Group(), [])
+    with pytest.raises(ClientBroken, match="gave up: fenced"):
+        member._on_error(fatal)
