@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 from outbox_core.config import redact
 from outbox_core.errors import KafkaUnavailable, OutboxError
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.steps import KEEP_TIME, OF_DATABASE, OF_KAFKA, PUBLISH, REACH, WRITE
+from outbox_core.harvest.steps import KEEP_TIME, MAKE, OF_DATABASE, OF_KAFKA, PUBLISH, REACH, WRITE
 from outbox_core.kafka import duty
 from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
 
@@ -91,12 +91,14 @@ class WorkWatch:
     Args:
         ctx: of the harvester: its activity, outages and elector. An elector without `step_down` keeps its leadership.
         questions: to Kafka and the database.
+        unmade: returns the reason why no producer can be made, '' if the last one was.
     """
 
-    def __init__(self, ctx: HarvestContext, questions: Questions) -> None:
+    def __init__(self, ctx: HarvestContext, questions: Questions, unmade: Callable[[], str] = lambda: "") -> None:
         self._activity = ctx.metrics.activity
         self._ctx = ctx
         self._questions = questions
+        self._unmade = unmade
         self._stopping = threading.Event()
         self._right_since: float | None = None  # of the leadership that the next ones are about
         self._is_stepping_down = False
@@ -133,6 +135,7 @@ class WorkWatch:
             return
         self._note_places()
         self._note_window()
+        self._note_producer()
         self._suspect(ours.owed(now()))
         step_down = getattr(self._ctx.elector, "step_down", None)  # an elector of the user's own may not have it
         if step_down is None or self._is_stepping_down or not ours.should_ask(now()):
@@ -166,6 +169,12 @@ class WorkWatch:
             self._activity.duty.tried(KEEP_TIME, self._activity.now() - seconds)
         else:
             self._is_done(KEEP_TIME)
+
+    def _note_producer(self) -> None:
+        if self._unmade():
+            self._activity.tries_to(MAKE)
+        else:
+            self._is_done(MAKE)
 
     def _is_done(self, work: str) -> None:
         """Note that nothing of some work fails; who has not published anything yet has shown nothing by that."""
@@ -207,8 +216,8 @@ class WorkWatch:
         ask, max_age = self._questions, _SUSPECT_AGAIN_SECONDS
         try:
             silent = ask.silent_brokers(max_age) if places is None else ask.silent_leaders(places, max_age)
-        except KafkaUnavailable:
-            return ["no broker of Kafka answers"]
+        except KafkaUnavailable as error:
+            return [f"no broker of Kafka answers ({error})"]
         return [f"{who} does not answer" for who in silent]
 
     # -- to stay or to leave

@@ -854,7 +854,7 @@ def test_rights_withdrawn_from_a_running_member(contend, strict_broker):
     """A running member whose rights are withdrawn does not end: it tries again, and leads once they are back."""
     there = functools.partial(contend, quick=True, bootstrap=strict_broker.bootstrap, group_id="later-withdrawn")
     members = [leads(there()), there()]
-    until(lambda: members[1]._member._health._has_heard and members[1]._member._has_joined)
+    until(lambda: members[1]._member._health._has_heard and members[1]._member.has_joined)
     deny = [
         AclBinding(kind, name, ResourcePatternType.LITERAL, "User:*", "*", operation, AclPermissionType.DENY)
         for kind, name, operation in (

@@ -80,6 +80,7 @@ class World:
         self.database = Outage("database", log)
         self.window = SimpleNamespace(waited_seconds=0.0)
         self.elector = SimpleNamespace(step_down=lambda *wish: self.steps_down.append(wish))
+        self.unmade = ""
         self.watch = WorkWatch(
             SimpleNamespace(
                 metrics=metrics,
@@ -90,6 +91,7 @@ class World:
                 outages=(self.database,),
             ),
             self.questions,
+            lambda: self.unmade,
         )
         self.lead()
 
@@ -386,6 +388,23 @@ def test_leases_without_room(world):
     assert is_able()
     world.questions.silent = [BROKER]
     assert not is_able()
+
+
+def test_no_producer_can_be_made(world):
+    """Without one nothing is tried that could fail: that is trouble of this process, until Kafka answers it again."""
+    for _ in range(5):
+        world.unmade = "ssl.ca.location: no such file"
+        world.pass_(10)
+        world.unmade = ""
+        world.pass_(1)
+    assert world.steps_down == []
+    world.unmade, world.questions.silent = "ssl.ca.location: no such file", None
+    world.pass_(PATIENCE_SECONDS + 1)
+    [(reason, is_able)] = world.steps_down
+    assert reason.startswith("it could not make a producer for 20 s; no broker of Kafka answers (nobody)")
+    assert not is_able()
+    world.questions.silent = []
+    assert is_able()
 
 
 def test_the_probe_is_of_what_failed(world):
