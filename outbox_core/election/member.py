@@ -198,16 +198,14 @@ class Member:
 
         Out of the group already, only the reason changes.
         """
-        before = self._absence
-        if before is None or before.condition != absence.condition:
-            logger.warning(
-                "%s %s leader group %s: %s; comes back when %s",
-                *(self._config.name, "leaves" if before is None else "stays out of", self._config.group_id),
-                *(absence.reason, absence.condition),
-            )
+        before, name, group = self._absence, self._config.name, self._config.group_id
+        told = name, group, absence.reason, absence.condition
         if before is not None:
+            if before.condition != absence.condition:
+                logger.warning("%s stays out of leader group %s: %s; comes back when %s", *told)
             before.end()
         else:
+            logger.warning("%s leaves leader group %s: %s; comes back when %s", *told)
             self._hand_over()
             self._consumer.unsubscribe()  # which the next polls carry out
             self._left_at = now()
