@@ -179,8 +179,9 @@ def test_outage_for_all_passes_the_partition_on_once():
 
 def test_a_lock_passes_nothing_on():
     """While a session of others keeps changes from the table, whoever leads goes on leading, and then publishes."""
+    rule = "a statement that the database is at work on passes nothing on"
     for seed in range(2):
-        plan = replace(plan_of(seed, "", "a statement that the database is at work on passes nothing on"), seconds=200.0)
+        plan = replace(plan_of(seed, "", rule), seconds=200.0)
         outcome = run(plan)
         assert plan.only_fault == "lock"
         assert not outcome.problem
