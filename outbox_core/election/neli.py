@@ -255,7 +255,7 @@ class Neli:
         told = ""
         while not self._stopping.wait(_NEW_CLIENT_SECONDS):
             try:
-                self._member = self._joined(has_joined=True)
+                self._member = self._joined(is_successor=True)
             except InvariantBroken:
                 raise
             except OutboxError as error:  # it was in order at the start
@@ -267,11 +267,12 @@ class Neli:
                 return self._member
         return None
 
-    def _joined(self, *, has_joined: bool = False) -> Member:
-        """Return a new member that has asked to be let into the group; `has_joined` if an earlier one was."""
+    def _joined(self, *, is_successor: bool = False) -> Member:
+        """Return a new member that has asked to be let into the group; `is_successor` if an earlier one was in it."""
         width = ensure_leader_topic(self._config.kafka, self._config.topic)
         member = Member(self._config, width, self._notify, self._await_task)
-        member.has_joined = has_joined
+        if is_successor:
+            member.succeeds()
         try:
             member.join()
         except BaseException:

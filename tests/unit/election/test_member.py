@@ -10,9 +10,9 @@ import pytest
 from outbox_core.election.config import NeliConfig
 from outbox_core.election.lease import now
 from outbox_core.election.member import ClientBroken, Member
-from outbox_core.election.messages import Claim, Heartbeat, Resignation, encode
+from outbox_core.election.messages import Claim, Contest, Heartbeat, Resignation, encode
 from outbox_core.election.observer import signal_in
-from outbox_core.errors import OutboxError
+from outbox_core.errors import GroupRefused, OutboxError
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition
 
@@ -388,3 +388,19 @@ def test_a_client_that_gave_up(member):
     member._on_assign(_Group(), [])
     with pytest.raises(ClientBroken, match="gave up: fenced"):
         member._on_error(fatal)
+
+
+def test_a_successor_of_a_broken_client_is_refused_by_nobody(member, caplog):
+    """What ends a process that starts passes later: a stranger that leads, a group that takes nobody."""
+    stranger = Heartbeat(900, uuid4(), 1, "stranger", Contest("billing", "another.outbox", "1"))
+    member._config = replace(member._config, outbox="ours.outbox", server_id="1")
+    member._health._config = member._config
+    full = KafkaError(KafkaError.GROUP_MAX_SIZE_REACHED, "full")
+    for refused in (lambda: member._health.on_signal(stranger), lambda: member._on_error(full)):
+        with pytest.raises(GroupRefused):
+            refused()
+    member.succeeds()
+    member._health.on_signal(stranger)
+    member._on_error(full)
+    assert "led by stranger" in caplog.messages[-2]
+    assert "hindered" in caplog.messages[-1]

@@ -86,11 +86,13 @@ class _Breaks(_FencedAtOnce):
     def __init__(self, config, width, notify, barrier):
         super().__init__(config, width, notify, barrier)
         self.calls = []
-        self.has_joined = False
         self.lives.append(self)
 
+    def succeeds(self):
+        self.calls.append("succeed")
+
     def join(self):
-        self.calls.append("join" + " again" * self.has_joined)
+        self.calls.append("join")
         if error := self.failures.get(len(self.lives)):
             raise error
 
@@ -131,15 +133,15 @@ def test_a_broken_client_is_replaced(broken, caplog):
     assert elector.failure is None
     why = "leader group 'billing': the Kafka client gave up: Broker: fenced"
     assert lives[0].calls == ["join", f"lose: {why}", "close"]
-    assert lives[1].calls == ["join again", "close"]
-    assert lives[2].calls == ["join again", f"lose: {why}", "close"]
+    assert lives[1].calls == ["succeed", "join", "close"]
+    assert lives[2].calls == ["succeed", "join", f"lose: {why}", "close"]
     assert [line for line in caplog.messages if "client" in line or "away" in line] == [
         f"one: {why}; another one is made",
         f"one: no client for leader group billing can be made: {_Breaks.failures[2]}; trying on",
         f"one: {why}; another one is made",
     ]
     elector.stop()
-    assert lives[3].calls == ["join again", "close"]
+    assert lives[3].calls == ["succeed", "join", "close"]
 
 
 def test_a_stop_while_no_client_can_be_made(broken):
