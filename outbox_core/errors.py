@@ -29,6 +29,7 @@ __all__ = [
     "RowsHeld",
     "RowsHidden",
     "RowsRemain",
+    "StatementCancelled",
     "StoreSilent",
     "StoreUnavailable",
     "TableUnusable",
@@ -114,6 +115,10 @@ class StoreUnavailable(OutboxError):
 
 class StoreSilent(StoreUnavailable):
     """The database did not answer within the time that the caller has; its connection was given up."""
+
+
+class StatementCancelled(StoreUnavailable):
+    """The database cancelled a statement: it ran, or waited for a lock, for longer than `statementTimeout`."""
 
 
 class TableUnusable(StoreUnavailable):

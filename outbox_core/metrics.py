@@ -23,7 +23,14 @@ from weakref import WeakKeyDictionary, ref
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from outbox_core.errors import InvalidConfig, OutboxTableError, RowsHeld, RowsRemain, TableUnusable
+from outbox_core.errors import (
+    InvalidConfig,
+    OutboxTableError,
+    RowsHeld,
+    RowsRemain,
+    StatementCancelled,
+    TableUnusable,
+)
 from outbox_core.http_server import Answer, HttpServer, Request, text_answer
 from outbox_core.kafka.duty import Duty
 from outbox_core.monitoring.families import COUNTERS, GAUGES, HISTOGRAMS, Families
@@ -94,7 +101,7 @@ class Activity:
         self.duty = Duty()
         self.culprit = ""  # who does not answer, for people, as far as the watch knows
         self.unreachable: Mapping[tuple[str, int | None], float] = {}  # partitions or topics that fail -> since when
-        self._steps: dict[object, tuple[float, str]] = {}  # under way: when each began, and its name
+        self._steps: dict[object, tuple[float, str, str]] = {}  # under way: when each began, its name, its work
         self._begin()
 
     def begin(self) -> None:
@@ -120,10 +127,10 @@ class Activity:
         self.unreachable = {place: at - seconds for place, seconds in places.items()}
 
     @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Note a call that may hang, for as long as it is under way."""
+    def step(self, name: str, work: str = "") -> Iterator[None]:
+        """Note a call that may hang, for as long as it is under way; `work` is that of a statement."""
         token = object()  # two threads may be at steps of one name
-        self._steps[token] = self.now(), name
+        self._steps[token] = self.now(), name, work
         try:
             yield
         finally:
@@ -131,13 +138,16 @@ class Activity:
 
     @contextmanager
     def statement(self, name: str, work: str) -> Iterator[None]:
-        """Note a call to the database, and its success; a table or right that is missing fails for others, too."""
+        """Note a call to the database, and its success.
+
+        A table or right that is missing fails for others, too, and so does a statement that takes too long.
+        """
         if work:
             self.duty.tried(work, self.now())
-        with self.step(name):
+        with self.step(name, work):
             try:
                 yield
-            except (RowsHeld, RowsRemain, TableUnusable, OutboxTableError):
+            except (RowsHeld, RowsRemain, StatementCancelled, TableUnusable, OutboxTableError):
                 self.duty.dropped(work)
                 raise
         if work:
@@ -151,8 +161,14 @@ class Activity:
     @property
     def longest_step(self) -> tuple[str, float]:
         """The call that has been under way for the longest time, and for how many seconds; "" for none."""
-        since, name = min(list(self._steps.values()), default=(self.now(), ""))  # others change it meanwhile
+        since, name, _ = min(list(self._steps.values()), default=(self.now(), "", ""))  # others change it meanwhile
         return name, self.now() - since
+
+    @property
+    def statement_seconds(self) -> float:
+        """The seconds for which a statement that belongs to some work has been under way, 0.0 if none is."""
+        since = min((since for since, _, work in list(self._steps.values()) if work), default=self.now())
+        return self.now() - since
 
     @property
     def circumstances(self) -> str:

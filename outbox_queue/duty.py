@@ -26,7 +26,7 @@ from typing import Any, Final
 from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry
 from outbox_core.kafka.duty import ASK_SECONDS, Duty
-from outbox_core.kafka.reach import unreachable_brokers
+from outbox_core.kafka.reach import SilentBrokers, unreachable_brokers
 from outbox_core.outage import Outage
 from outbox_queue.config import QueueConfig
 from outbox_queue.protocol.clients import common_settings
@@ -49,30 +49,12 @@ _READ = "read"
 _log = logging.getLogger(__name__)
 
 
-class _Answers:
-    """The brokers that do not answer, asked at most once in a while for all members of a process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # held while brokers are asked: the others wait for the same answer
-        self._known: dict[str, tuple[float, list[str]]] = {}
-
-    def silent(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return the brokers that do not answer. Raises KafkaUnavailable if none does."""
-        key = repr(sorted(settings.items(), key=lambda one: one[0]))
-        with self._lock:
-            asked_at, silent = self._known.get(key, (float("-inf"), []))
-            if time.monotonic() - asked_at > _ANSWERS_LAST_SECONDS:
-                silent = unreachable_brokers(settings, _REACH_SECONDS)
-                self._known[key] = time.monotonic(), silent
-            return silent
-
-
-_answers = _Answers()
+_silent = SilentBrokers(_REACH_SECONDS)  # for all members of this process
 
 
 def silent_brokers(settings: Mapping[str, Any]) -> list[str]:
     """Return the brokers that do not answer, as asked seconds ago at most. Raises KafkaUnavailable if none does."""
-    return _answers.silent(settings)
+    return _silent.lately(settings, _ANSWERS_LAST_SECONDS)
 
 
 class GroupDuty:

@@ -25,6 +25,8 @@ from outbox_core.kafka.duty import FIRST_PROBE_SECONDS, LAST_PROBE_SECONDS, SILE
 
 _log = logging.getLogger("outbox_core.election")
 
+_SUCCESSION_SECONDS = 4.0  # from the end of a session to the successor's first heartbeat, at most
+
 
 class Absence(Protocol):
     """One time out of the group, for the thread of the member; `begins` is the first call."""
@@ -33,7 +35,7 @@ class Absence(Protocol):
     condition: str  # for the return, for people: "comes back when ..."
 
     def begins(self, now: float) -> None:
-        """Note that the group was left, after a hand-over that may have taken long."""
+        """Note that the group was left at this time, after a hand-over that may have taken long."""
 
     def news(self, now: float, heard_at: float) -> str:
         """Return the reason to come back, '' for none yet; `heard_at` is the time of a leader's last heartbeat."""
@@ -113,18 +115,18 @@ class SteppedDown:
 
     Args:
         reason: for people.
-        shortest: seconds of an absence at least.
+        shortest: seconds of an absence at least: a session, after which a leader that died has a successor.
         question: the application's own answer.
     """
 
-    condition = f"it is able again, or no process leads for {SILENCE_SECONDS:g} s"
-
     def __init__(self, reason: str, shortest: float, question: AbilityQuestion) -> None:
+        silence = max(SILENCE_SECONDS, shortest + _SUCCESSION_SECONDS)
         self.reason = reason
+        self.condition = f"it is able again, or no process leads for {silence:g} s"
         self._heard_at = self._earliest = 0.0
         self._shortest = shortest
         self._question = question
-        self._duty = Duty(random.random())  # noqa: S311  no secret
+        self._duty = Duty(random.random(), silence)  # noqa: S311  no secret
 
     def begins(self, now: float) -> None:
         """Note that the group was left."""

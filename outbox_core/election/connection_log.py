@@ -20,6 +20,7 @@ logger = logging.getLogger("outbox_core.election")
 _PROBE_SECONDS = 0.5
 _PROBE_INTERVAL_SECONDS = 1.0
 _SILENT_PROBES = 2
+_MOST_TOLD = 50
 
 
 class ConnectionLog:
@@ -40,6 +41,7 @@ class ConnectionLog:
         self._why_unmade = ""  # by that thread
         self.answered_at = now()
         self.last_error = ""  # since the last answer
+        self._told: set[str] = set()  # the hindrances since then
 
     def on_error(self, error: KafkaError) -> None:
         """Note an error of the client, which reports one for each attempt to connect."""
@@ -51,8 +53,11 @@ class ConnectionLog:
 
     def on_hindrance(self, reason: str) -> None:
         """Note an error that came instead of a message."""
-        if reason != self.last_error:
-            self.last_error = reason
+        self.last_error = reason
+        if reason not in self._told:  # two may take turns
+            if len(self._told) >= _MOST_TOLD:
+                self._told.clear()
+            self._told.add(reason)
             logger.warning("%s: leader election is hindered: %s; trying on", self._name, reason)
 
     def probe(self, producer: Producer, *, in_doubt: bool) -> None:
@@ -82,7 +87,7 @@ class ConnectionLog:
         if self._is_lost:
             logger.info("%s: Kafka is back", self._name)
             self._is_lost = False
-            self.last_error = ""
+            self._forget_errors()
         if error is None:
             self.on_width(partitions)
             return
@@ -124,7 +129,11 @@ class ConnectionLog:
         """Note that the cluster did what it was asked."""
         self.on_answer()
         if not self._is_lost:  # else it is a message that had come before
-            self.last_error = ""
+            self._forget_errors()
+
+    def _forget_errors(self) -> None:
+        self.last_error = ""
+        self._told.clear()
 
     def on_answer(self) -> None:
         """Note that the cluster answers."""

@@ -34,7 +34,7 @@ class GroupHealth:
         self._lease = config.heartbeat_timeout.total_seconds()
         self._patience = _SESSIONS_OF_SILENCE * config.session_timeout.total_seconds()
         self.heard_at = now()  # the last time a leader's heartbeat was read; at first that of the start
-        self._has_heard = False
+        self.has_heard = False  # a leader: one for another outbox ends nothing any more
         self._rejoin_at = 0.0
         self._refusal = ""
         self._refused_since = 0.0
@@ -67,6 +67,10 @@ class GroupHealth:
         """The last complaint of Kafka or its client that still stands, '' for none."""
         return self._refusal or self._connection.last_error
 
+    def joined(self) -> None:
+        """Note that the group was joined just now."""
+        self._rejoin_at = now() + self._patience
+
     def may_rejoin(self) -> bool:
         """Tell, ever more rarely, that no leader was heard for so long that the group may need to be joined anew."""
         at, due = now(), max(self.heard_at + self._patience, self._rejoin_at)
@@ -90,11 +94,11 @@ class GroupHealth:
                 f"{ours}: one of the two would not be published. Two servers with databases of one name need a "
                 "leaderGroupID (leader_group_id) each; after pg_upgrade or a move restart the leader, too"
             )
-            if not self._has_heard:
+            if not self.has_heard:
                 raise GroupRefused(stranger)
             if not self._stranger:
                 logger.error("%s", stranger)
-        self._has_heard = True
+        self.has_heard = True
         self._stranger = stranger
 
     def on_accepted(self) -> None:

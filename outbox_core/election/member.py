@@ -65,6 +65,10 @@ _LOOK_BACK = 1000  # messages before a member's first: more than what some group
 _LONG_AGO_SECONDS = 600.0  # longer than any lease, and than clocks of machines are apart
 
 
+class ClientBroken(OutboxError):
+    """The group's Kafka client has failed for good; another one may not."""
+
+
 class Member:
     """One life as a member of the group. Used by one thread; `leadership` may be read by any."""
 
@@ -77,7 +81,7 @@ class Member:
         self._barrier = barrier  # called before a hand-over, to wait for work elsewhere
         self._ownership: Ownership | None = None
         self.is_handing_over = False  # then the lease may still run, and no work may begin
-        self._has_joined = False
+        self.has_joined = False  # an error of the group may pass from then on
         self._able_at = now()  # the last time when it led, or had no partition to lead by
         self._absence: Absence | None = None
         self._left_at = 0.0
@@ -128,6 +132,10 @@ class Member:
         self._look()
         self._subscribe()
 
+    def succeeds(self) -> None:
+        """Note, before `join`, that this process was in the group already: what speaks against it now may pass."""
+        self.has_joined = self._health.has_heard = True
+
     def _subscribe(self) -> None:
         handlers = {"on_assign": self._on_assign, "on_revoke": self._on_revoke, "on_lost": self._on_lost}
         self._consumer.subscribe([self._config.topic], **handlers)
@@ -135,7 +143,8 @@ class Member:
     def run_once(self) -> None:
         """Write the signal that is due, and read one message or wait a moment for it.
 
-        Raises OutboxError if this member can never lead: the group or the topic refuses it, or its client is broken.
+        Raises ClientBroken if its client has failed, and another OutboxError if this member can never lead: the group
+        or the topic refuses it.
         """
         if self._absence is not None:
             self._stay_out(self._absence)
@@ -189,16 +198,21 @@ class Member:
             self._leave(UnableToLead(reason, self._session, lease, self._send_look))
 
     def _leave(self, absence: Absence) -> None:
-        """Leave the group for a time, after a hand-over, so that the coordinator gives the partition to another."""
-        name, group = self._config.name, self._config.group_id
-        if self._absence is not None:
-            self._absence.end()
-        logger.warning(
-            "%s leaves leader group %s: %s; comes back when %s", name, group, absence.reason, absence.condition
-        )
-        self._hand_over()
-        self._consumer.unsubscribe()  # which the next polls carry out
-        self._left_at = now()
+        """Leave the group for a time, after a hand-over, so that the coordinator gives the partition to another.
+
+        Out of the group already, only the reason changes.
+        """
+        before, name, group = self._absence, self._config.name, self._config.group_id
+        told = name, group, absence.reason, absence.condition
+        if before is not None:
+            if before.condition != absence.condition:
+                logger.warning("%s stays out of leader group %s: %s; comes back when %s", *told)
+            before.end()
+        else:
+            logger.warning("%s leaves leader group %s: %s; comes back when %s", *told)
+            self._hand_over()
+            self._consumer.unsubscribe()  # which the next polls carry out
+            self._left_at = now()
         absence.begins(self._left_at)
         self._absence = absence
 
@@ -224,6 +238,7 @@ class Member:
             self._absence.end()
         self._absence = None
         self._able_at = now()
+        self._health.joined()
 
     def close(self) -> None:
         """Hand leadership over, if held, and leave the group."""
@@ -354,7 +369,7 @@ class Member:
             self._notify(event)
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        self._has_joined = True
+        self.has_joined = True
         mine = [place for place in partitions if place.partition == self._place.partition]
         others = [TopicPartition(place.topic, place.partition, OFFSET_END) for place in partitions if place not in mine]
         consumer.incremental_assign([self._next(place) for place in mine] + others)
@@ -429,8 +444,9 @@ class Member:
             logger.warning("%s blocked for longer than max.poll.interval.ms and left the group", self._config.name)
             return
         refused = refusal(error, self._config)
-        if refused is not None and not self._has_joined:
+        if refused is not None and not self.has_joined:
             raise refused
         if error.fatal():
-            raise OutboxError(f"leader group {self._config.group_id!r}: the Kafka client gave up: {error.str()}")
+            broken = ClientBroken if self.has_joined else OutboxError
+            raise broken(f"leader group {self._config.group_id!r}: the Kafka client gave up: {error.str()}")
         self._connection.on_hindrance(str(refused or error.str()))

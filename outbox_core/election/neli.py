@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Self
 from outbox_core.callbacks import log_once
 from outbox_core.election.leading import BackgroundTask
 from outbox_core.election.lease import Leadership, now
-from outbox_core.election.member import Member
-from outbox_core.errors import OutboxError
+from outbox_core.election.member import ClientBroken, Member
+from outbox_core.errors import InvariantBroken, OutboxError
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka.topics import ensure_leader_topic
 
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("outbox_core.election")
 
 _LEAVE_SECONDS = 10.0
+_NEW_CLIENT_SECONDS = 5.0  # before another client takes the place of one that has failed
 
 
 class Neli:
@@ -163,14 +164,7 @@ class Neli:
                 raise OutboxError("this elector was stopped and cannot be started again; make a new one")
             if self._thread.ident is not None:
                 return
-            width = ensure_leader_topic(self._config.kafka, self._config.topic)
-            member = Member(self._config, width, self._notify, self._await_task)
-            try:
-                member.join()
-            except BaseException:
-                member.close()
-                raise
-            self._member = member
+            self._member = self._joined()
             self._thread.start()
 
     def stop(self) -> None:
@@ -233,21 +227,58 @@ class Neli:
 
     def _run(self) -> None:
         member = self._member
-        if member is None:
-            return
         try:
-            while not self._stopping.is_set():
-                if self._wishes:
-                    member.step_down(*self._wishes.popleft())
-                member.run_once()
+            while member is not None and not self._stopping.is_set():
+                try:
+                    if self._wishes:
+                        member.step_down(*self._wishes.popleft())
+                    member.run_once()
+                except ClientBroken as error:
+                    logger.warning("%s: %s; another one is made", self._config.name, error)
+                    broken, member = member, None
+                    broken.lose(str(error))
+                    broken.close()
+                    member = self._another_member()
         except BaseException as error:  # of a handler that calls `sys.exit`, too: a thread would end without a word
             if not isinstance(error, OutboxError):
                 logger.exception("%s: leader election failed", self._config.name)
             self._fail(error)
-            member.lose(f"leader election failed: {error}")
+            if member is not None:
+                member.lose(f"leader election failed: {error}")
         finally:
-            member.close()
+            if member is not None:
+                member.close()
             self._member = None
+
+    def _another_member(self) -> Member | None:
+        """Make a member in place of one whose client has failed, as soon as that is possible; None after a stop."""
+        told = ""
+        while not self._stopping.wait(_NEW_CLIENT_SECONDS):
+            try:
+                self._member = self._joined(is_successor=True)
+            except InvariantBroken:
+                raise
+            except OutboxError as error:  # it was in order at the start
+                if str(error) != told:
+                    told = str(error)
+                    name, group = self._config.name, self._config.group_id
+                    logger.warning("%s: no client for leader group %s can be made: %s; trying on", name, group, told)
+            else:
+                return self._member
+        return None
+
+    def _joined(self, *, is_successor: bool = False) -> Member:
+        """Return a new member that has asked to be let into the group; `is_successor` if an earlier one was in it."""
+        width = ensure_leader_topic(self._config.kafka, self._config.topic)
+        member = Member(self._config, width, self._notify, self._await_task)
+        if is_successor:
+            member.succeeds()
+        try:
+            member.join()
+        except BaseException:
+            member.close()
+            raise
+        return member
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

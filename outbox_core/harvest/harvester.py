@@ -129,7 +129,7 @@ class Harvester:
             parts = undo.enter_context(ExitStack())
             self._start_observer(identity, parts)  # first: if Kafka does not answer, metrics have the backlog
             ctx = self._start_parts(identity, parts)
-            watch = WorkWatch(ctx, self._parts.questions(identity))
+            watch = WorkWatch(ctx, self._parts.questions(identity), self._why_unmade)
             self._thread = threading.Thread(
                 target=self._run, args=(ctx, watch, parts), name="outbox-harvest", daemon=True
             )
@@ -160,6 +160,10 @@ class Harvester:
         ctx.elector.start()
         parts.callback(ctx.elector.stop)
         return ctx
+
+    def _why_unmade(self) -> str:
+        """Return the reason why no producer can be made, '' if the last one was."""
+        return self._publisher.unmade if self._publisher is not None else ""
 
     def stop(self) -> None:
         """Ask for a graceful end: finish the records in flight, clear marks, hand leadership over. See `join`."""

@@ -9,12 +9,12 @@ from typing import Final
 from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry
 from outbox_core.kafka.clients import KafkaConfig
-from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
-from outbox_core.kafka.topics import partition_count
+from outbox_core.kafka.reach import SilentBrokers
 from outbox_core.stores.interface import RowQuery, StoreFactory
 
 _MEMBERS_SECONDS: Final = 3.0
 _BROKERS_SECONDS: Final = 5.0
+_AT_WORK_SECONDS: Final = 3.0
 
 
 class HarvesterQuestions:
@@ -32,6 +32,7 @@ class HarvesterQuestions:
         self._kafka = kafka
         self._group = group
         self._store = store
+        self._silent = SilentBrokers(_BROKERS_SECONDS)
 
     def members(self) -> int | None:
         """Return the number of members of the leader group, None if Kafka does not say."""
@@ -41,18 +42,20 @@ class HarvesterQuestions:
         except KafkaUnavailable:
             return None
 
-    def silent_brokers(self) -> list[str]:
-        """Return brokers that do not answer us, or raise KafkaUnavailable if none answers."""
-        return unreachable_brokers(self._kafka, _BROKERS_SECONDS)
+    def silent_brokers(self, max_age_seconds: float = 0.0) -> list[str]:
+        """Return brokers that do not answer us, by an answer so old at most; raise KafkaUnavailable if none answers."""
+        return self._silent.lately(self._kafka, max_age_seconds)
 
-    def silent_leaders(self, places: Collection[tuple[str, int | None]]) -> list[str]:
-        """Return leaders of partitions, or of topics', that do not answer us, or raise KafkaUnavailable."""
-        partitions = {(topic, part) for topic, part in places if part is not None}
-        for topic in {topic for topic, part in places if part is None}:
-            partitions.update((topic, part) for part in range(partition_count(self._kafka, topic)))
-        return sorted(set(unreachable_leaders(self._kafka, partitions, _BROKERS_SECONDS).values()))
+    def silent_leaders(self, places: Collection[tuple[str, int | None]], max_age_seconds: float = 0.0) -> list[str]:
+        """Return leaders of partitions, or of topics', that do not answer us; raise KafkaUnavailable if none does."""
+        return self._silent.leading(self._kafka, places, max_age_seconds)
 
     def read_table(self) -> None:
         """Read the head of the outbox table over a new connection, or raise OutboxError."""
         with closing(self._store()) as store:
             store.scan(RowQuery(1, 1))
+
+    def at_work(self) -> str:
+        """Return what the database says, over a new connection, of a long statement of ours; or raise OutboxError."""
+        with closing(self._store()) as store:
+            return store.at_work(_AT_WORK_SECONDS)

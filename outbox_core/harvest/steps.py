@@ -19,10 +19,13 @@ WRITE: Final = "write its records to Kafka"
 REACH: Final = "write to partitions whose leader is there"
 """Others may be written meanwhile."""
 
+MAKE: Final = "make a producer"
+"""At least once; exactly once makes one to BEGIN."""
+
 KEEP_TIME: Final = "send in the time of its lease"
 
 OF_DATABASE: Final = frozenset({READ, ASK, DELETE})
-OF_KAFKA: Final = frozenset({BEGIN, PUBLISH, WRITE, REACH})
+OF_KAFKA: Final = frozenset({BEGIN, PUBLISH, WRITE, REACH, MAKE, KEEP_TIME})
 
 
 class Step(NamedTuple):

@@ -14,12 +14,17 @@ Only work that was tried counts; what waits for something else was not. And not 
   count only if Kafka lists a leader that does not answer us.
 - **Aborted transactions** count only if some broker does not answer us: Kafka has answered for each of them. So does
   one that still waits for acknowledgements: a partition without a leader holds it up for as long as it may take.
-- **A missing right** is dropped from the duty where it is met.
+- **A missing right** is dropped from the duty where it is met, and so is a statement that the database cancelled.
+- **A statement that runs, or waits for a lock**, would do so for another leader. So a statement under way counts only
+  if the database, asked over a new connection, does not answer or knows nothing of it: then it is the connection that
+  hangs. A server process that was stopped in the middle of a statement looks like one at work; there the connection's
+  own deadline (`statementTimeout` and 10 s) ends the wait.
 
-A call that Kafka or the database never answers needs no such proof: the probe may pass where the work does not, behind
-a link that loses large packets say. Then this process is a standby soon, and the work elsewhere.
+What is excused is looked at again after another patience. A call that Kafka never answers needs no such proof: the
+probe may pass where the work does not, behind a link that loses large packets say. Then this process is a standby soon,
+and the work elsewhere.
 
-Before the patience is over the watch asks for the brokers that do not answer, so that health and log can name them.
+Before the patience is over the watch asks who does not answer, so that health and log can name it.
 """
 
 from __future__ import annotations
@@ -27,13 +32,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outbox_core.config import redact
 from outbox_core.errors import KafkaUnavailable, OutboxError
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.steps import KEEP_TIME, OF_DATABASE, OF_KAFKA, PUBLISH, REACH, WRITE
-from outbox_core.kafka.duty import PATIENCE_SECONDS
+from outbox_core.harvest.steps import KEEP_TIME, MAKE, OF_DATABASE, OF_KAFKA, PUBLISH, REACH, WRITE
+from outbox_core.kafka import duty
 from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
 
 _log = logging.getLogger(__name__)
@@ -47,6 +52,17 @@ _TELLING_SECONDS = 2.0  # an outage that is shorter is another's, or its beginni
 Place = tuple[str, int | None]
 
 
+class _Database(NamedTuple):
+    """An answer of the database about a statement of ours."""
+
+    asked_at: float
+    state: str  # for people
+    is_at_work: bool
+
+
+_NOT_ASKED = _Database(float("-inf"), "", is_at_work=False)
+
+
 class Questions(Protocol):
     """The questions of the watch to others; an answer takes a few seconds at most, but for the database's."""
 
@@ -56,14 +72,17 @@ class Questions(Protocol):
     def members(self) -> int | None:
         """Return the number of members of the leader group, None if Kafka does not say."""
 
-    def silent_brokers(self) -> list[str]:
-        """Return brokers that do not answer us, or raise KafkaUnavailable if none answers."""
+    def silent_brokers(self, max_age_seconds: float = 0.0) -> list[str]:
+        """Return brokers that do not answer us, by an answer so old at most; raise KafkaUnavailable if none answers."""
 
-    def silent_leaders(self, places: Collection[Place]) -> list[str]:
-        """Return leaders of partitions, or of topics', that do not answer us, or raise KafkaUnavailable."""
+    def silent_leaders(self, places: Collection[Place], max_age_seconds: float = 0.0) -> list[str]:
+        """Return leaders of partitions, or of topics', that do not answer us; raise KafkaUnavailable if none does."""
 
     def read_table(self) -> None:
         """Read the head of the outbox table over a new connection, or raise OutboxError."""
+
+    def at_work(self) -> str:
+        """Return what the database says, over a new connection, of a long statement of ours; or raise OutboxError."""
 
 
 class WorkWatch:
@@ -72,19 +91,21 @@ class WorkWatch:
     Args:
         ctx: of the harvester: its activity, outages and elector. An elector without `step_down` keeps its leadership.
         questions: to Kafka and the database.
+        unmade: returns the reason why no producer can be made, '' if the last one was.
     """
 
-    def __init__(self, ctx: HarvestContext, questions: Questions) -> None:
+    def __init__(self, ctx: HarvestContext, questions: Questions, unmade: Callable[[], str] = lambda: "") -> None:
         self._activity = ctx.metrics.activity
         self._ctx = ctx
         self._questions = questions
+        self._unmade = unmade
         self._stopping = threading.Event()
         self._right_since: float | None = None  # of the leadership that the next ones are about
         self._is_stepping_down = False
         self._is_alone = False
         self._suspect_at = 0.0
-        self._found: dict[str, tuple[float, list[str]]] = {}  # work -> when it was asked, and who was silent
-        self._excused_until = 0.0  # of partitions that fail for others, too
+        self._excused: dict[Place, float] = {}  # that fail for others, too -> when that was found
+        self._database = _NOT_ASKED
         self._thread = threading.Thread(target=self._run, name="outbox-duty", daemon=True)
 
     def start(self) -> None:
@@ -104,36 +125,43 @@ class WorkWatch:
 
     def look(self) -> None:
         """Look at what is owed, and step down if another member may do it."""
-        duty, now = self._activity.duty, self._activity.now
-        if duty.right_since != self._right_since:  # a leadership may end and the next begin between two looks
-            self._right_since = duty.right_since
+        ours, now = self._activity.duty, self._activity.now
+        if ours.right_since != self._right_since:  # a leadership may end and the next begin between two looks
+            self._right_since = ours.right_since
             self._is_stepping_down = self._is_alone = False
-            self._found.clear()
-        if not duty.has_right:
+            self._excused.clear()
+            self._database = _NOT_ASKED
+        if not ours.has_right:
             return
         self._note_places()
         self._note_window()
-        self._suspect(duty.owed(now()))
+        self._note_producer()
+        self._suspect(ours.owed(now()))
         step_down = getattr(self._ctx.elector, "step_down", None)  # an elector of the user's own may not have it
-        if step_down is None or self._is_stepping_down or not duty.should_ask(now()):
+        if step_down is None or self._is_stepping_down or not ours.should_ask(now()):
             return
         members = self._questions.members()
         if members == 1:
             self._stay()
-        elif duty.should_leave(members, now()):
+        elif ours.should_leave(members, now()):
             self._leave(step_down)
 
     # -- what is owed, beside what the working threads tell
 
     def _note_places(self) -> None:
-        places, at = self._activity.unreachable, self._activity.now()
-        if not places:
+        since = self._failing_since()
+        self._excused = {place: at for place, at in self._excused.items() if place in since}
+        if not since:
             self._is_done(REACH)
-        elif at < self._excused_until:
-            self._activity.duty.dropped(REACH)
-        else:  # the record that failed first had been sent so long before
-            sent_at = min(places.values()) - self._ctx.limits.delivery_timeout
-            self._activity.duty.tried(REACH, sent_at)
+        else:
+            self._activity.duty.dropped(REACH)  # the place that it counted for may be reached again
+            self._activity.duty.tried(REACH, min(since.values()))
+
+    def _failing_since(self) -> dict[Place, float]:
+        """Return since when each place fails for us; one that fails for others, too, since that was found last."""
+        # The record that failed first had been sent so long before.
+        timeout, excused = self._ctx.limits.delivery_timeout, self._excused
+        return {place: excused.get(place, at - timeout) for place, at in self._activity.unreachable.items()}
 
     def _note_window(self) -> None:
         seconds = self._ctx.send_window.waited_seconds
@@ -142,10 +170,16 @@ class WorkWatch:
         else:
             self._is_done(KEEP_TIME)
 
+    def _note_producer(self) -> None:
+        if self._unmade():
+            self._activity.tries_to(MAKE)
+        else:
+            self._is_done(MAKE)
+
     def _is_done(self, work: str) -> None:
         """Note that nothing of some work fails; who has not published anything yet has shown nothing by that."""
-        duty = self._activity.duty
-        (duty.succeeded if self._activity.has_finished else duty.dropped)(work)
+        ours = self._activity.duty
+        (ours.succeeded if self._activity.has_finished else ours.dropped)(work)
 
     def _suspect(self, owed: dict[str, float]) -> None:
         """Find out who does not answer, once something has failed for a while, and forget that when it works again."""
@@ -154,24 +188,37 @@ class WorkWatch:
         if not failing:
             self._activity.culprit, self._suspect_at = "", 0.0
         elif at >= self._suspect_at:
-            found = [] if OF_KAFKA.isdisjoint(failing) else self._silence(REACH if failing == {REACH} else WRITE)
-            if not OF_DATABASE.isdisjoint(failing) and not self._ctx.database.is_ongoing:  # else that tells more
-                found = [f"{self._questions.database} does not answer", *found]
+            found = []
+            if not OF_DATABASE.isdisjoint(failing) and self._statement_lasts:  # else the outage tells more
+                self._database = self._ask_database()
+                found.append(self._database.state)
+            if not OF_KAFKA.isdisjoint(failing):
+                found += self._silence(self._activity.unreachable if failing == {REACH} else None)
             self._activity.culprit = ", ".join(found)
             self._suspect_at = at + _SUSPECT_AGAIN_SECONDS
 
-    def _silence(self, work: str) -> list[str]:
-        """Return in words who does not answer us that this work needs, as asked lately or now."""
-        asked_at, found = self._found.get(work, (float("-inf"), []))
-        if self._activity.now() - asked_at > _SUSPECT_AGAIN_SECONDS:
-            try:
-                places = set(self._activity.unreachable)
-                silent = self._questions.silent_leaders(places) if work == REACH else self._questions.silent_brokers()
-                found = [f"{who} does not answer" for who in silent]
-            except KafkaUnavailable:
-                found = ["no broker of Kafka answers"]
-            self._found[work] = self._activity.now(), found
-        return found
+    @property
+    def _statement_lasts(self) -> bool:
+        """True if a statement runs or hangs, rather than that one after the other fails."""
+        return self._activity.statement_seconds >= _HANGS_SECONDS
+
+    def _ask_database(self) -> _Database:
+        where = self._questions.database
+        try:
+            does = self._questions.at_work()
+        except OutboxError:
+            return _Database(self._activity.now(), f"{where} does not answer", is_at_work=False)
+        state = f"{where} {does or 'answers, but not on this connection'}"
+        return _Database(self._activity.now(), state, is_at_work=bool(does))
+
+    def _silence(self, places: Collection[Place] | None) -> list[str]:
+        """Return in words which brokers do not answer us, of all or of those that lead at some places."""
+        ask, max_age = self._questions, _SUSPECT_AGAIN_SECONDS
+        try:
+            silent = ask.silent_brokers(max_age) if places is None else ask.silent_leaders(places, max_age)
+        except KafkaUnavailable as error:
+            return [f"no broker of Kafka answers ({error})"]
+        return [f"{who} does not answer" for who in silent]
 
     # -- to stay or to leave
 
@@ -187,20 +234,47 @@ class WorkWatch:
             step_down(self._complaint(), self._probe_of(overdue))
 
     def _is_ours(self, work: str) -> bool:
-        """Return False, and drop the work for a while, if others would fare the same."""
-        waits_for_all = work == PUBLISH and self._activity.longest_step[0] == ACKNOWLEDGEMENTS
-        if not (work in (REACH, WRITE) or waits_for_all) or self._silence(work):
-            return True
-        self._activity.duty.dropped(work)
+        """Return False, and begin the patience with this work anew, if others would fare the same."""
         if work == REACH:
-            self._excused_until = self._activity.now() + PATIENCE_SECONDS
+            return self._are_places_ours()
+        if work in OF_DATABASE:
+            fails_for_all = self._statement_lasts and self._is_at_work()
+        else:
+            waits_for_all = work == PUBLISH and self._activity.longest_step[0] == ACKNOWLEDGEMENTS
+            fails_for_all = (work == WRITE or waits_for_all) and not self._are_silent(None)
+        if fails_for_all:
+            self._activity.duty.excused(work, self._activity.now())
+        return not fails_for_all
+
+    def _is_at_work(self) -> bool:
+        """Return True if the database is at work on our statement, as asked lately or now."""
+        if self._activity.now() - self._database.asked_at > _SUSPECT_AGAIN_SECONDS:
+            self._database = self._ask_database()
+            self._activity.culprit = self._database.state
+        return self._database.is_at_work
+
+    def _are_silent(self, places: Collection[Place] | None) -> bool:
+        """Return True if brokers that this leader needs do not answer it, which are those to complain of."""
+        found = self._silence(places)
+        if found:
+            self._activity.culprit = ", ".join(found)
+        return bool(found)
+
+    def _are_places_ours(self) -> bool:
+        """Return False, and begin the patience with what fails for long anew, if it fails for others, too."""
+        at = self._activity.now()
+        places = [place for place, since in self._failing_since().items() if at - since >= duty.PATIENCE_SECONDS]
+        if not places or self._are_silent(places):
+            return bool(places)
+        self._excused.update(dict.fromkeys(places, self._activity.now()))
         return False
 
     def _complaint(self) -> str:
         """Return what this leader could not do, for how long, what it waits for, and who does not answer."""
         overdue = self._activity.duty.overdue(self._activity.now())
         work = max(overdue, key=lambda each: overdue[each], default="do its work")
-        lines = [f"it could not {work} for {overdue.get(work, PATIENCE_SECONDS):.0f} s{self._activity.circumstances}"]
+        seconds = overdue.get(work, duty.PATIENCE_SECONDS)
+        lines = [f"it could not {work} for {seconds:.0f} s{self._activity.circumstances}"]
         lines += [outage.describe() for outage in self._ctx.outages if outage.lasted_seconds >= _TELLING_SECONDS]
         return redact(" ".join("; ".join(lines).split()))
 

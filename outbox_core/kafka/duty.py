@@ -15,7 +15,7 @@ can do no more than its predecessor could. Those who left stay out, so n members
 `NEW_PATIENCE_SECONDS`. The last one finds itself alone, goes on trying, and works the moment that all is mended.
 
 **Coming back.** A member that is out probes what failed. It comes back once a probe succeeds; or once it has heard
-nobody at the work for `SILENCE_SECONDS`, as then somebody must try. An ill member that is alone sees the one that came
+nobody at the work for its silence, as then somebody must try. An ill member that is alone sees the one that came
 back when it asks the next time, and leaves.
 
 A member that comes back and fails once more has the patience of a newcomer: a probe that shows less than the work needs
@@ -36,7 +36,8 @@ ASK_SECONDS: Final = 3.0
 """Between questions who is there: as long as an ill member that was alone keeps the work from one that came back."""
 
 SILENCE_SECONDS: Final = 10.0
-"""Longer than a hand-over and the lease that follows it, during which nobody is heard either."""
+"""Longer than a hand-over and the lease that follows it, during which nobody is heard either, if those take no longer
+than by default."""
 
 SILENCE_JITTER_SECONDS: Final = 5.0
 """So that of several that are out one comes back first, and is heard by the others."""
@@ -52,18 +53,20 @@ class Duty:
     It has no clock, thread or client: each `now` is a number of seconds of any one monotonic clock. One thread uses it;
     but `tried`, `succeeded` and `dropped` may be called by any, as work that hangs must be watched from beside it.
 
-    In the group call `began`, `tried`, `succeeded`, `ended`, and every second or so `should_ask`, then `should_leave`
-    with the answer. Once it has left call `left`, then `should_probe`, `probed` and `heard`, until `may_return`; then
-    `returned`.
+    In the group call `began`, `tried`, `succeeded`, `excused`, `ended`, and every second or so `should_ask`, then
+    `should_leave` with the answer. Once it has left call `left`, then `should_probe`, `probed` and `heard`, until
+    `may_return`; then `returned`.
 
     Args:
         spread: From 0 to 1, drawn by chance for each member: its part of `SILENCE_JITTER_SECONDS`.
+        silence: Seconds without a word of others after which somebody must try.
     """
 
-    def __init__(self, spread: float = 0.0) -> None:
-        self._silence = SILENCE_SECONDS + spread * SILENCE_JITTER_SECONDS
+    def __init__(self, spread: float = 0.0, silence: float = SILENCE_SECONDS) -> None:
+        self._silence = silence + spread * SILENCE_JITTER_SECONDS
         self._began_at: float | None = None
         self._outstanding: dict[str, float] = {}  # work -> when it was tried first since it succeeded last
+        self._excused: dict[str, float] = {}  # outstanding work -> when it was found last that it fails for others, too
         self._shown: set[str] = set()  # work that succeeded since the right began
         self._asked_at: float | None = None
         self._left_at: float | None = None
@@ -98,6 +101,7 @@ class Duty:
         """Take in that the right to work has ended. Idempotent."""
         self._began_at = None
         self._outstanding.clear()
+        self._excused.clear()
         self._shown.clear()
 
     def tried(self, work: str, now: float) -> None:
@@ -108,12 +112,18 @@ class Duty:
     def succeeded(self, work: str) -> None:
         """Take in that work was done."""
         if self.has_right:
-            self._outstanding.pop(work, None)
+            self.dropped(work)
             self._shown.add(work)
 
     def dropped(self, work: str) -> None:
         """Take in that work is not there to do any more, or that this member does not count as unable to do it."""
         self._outstanding.pop(work, None)
+        self._excused.pop(work, None)
+
+    def excused(self, work: str, now: float) -> None:
+        """Take in that outstanding work would not be done by another member either: its patience begins anew."""
+        if work in self._outstanding:
+            self._excused[work] = now
 
     def owed(self, now: float) -> dict[str, float]:
         """Return the outstanding work, with the seconds since it was tried first."""
@@ -127,7 +137,8 @@ class Duty:
         return {
             work: now - since
             for work, since in list(self._outstanding.items())  # others may add to it
-            if now - since >= PATIENCE_SECONDS and (work in self._shown or now - began_at >= NEW_PATIENCE_SECONDS)
+            if now - max(since, self._excused.get(work, since)) >= PATIENCE_SECONDS
+            and (work in self._shown or now - began_at >= NEW_PATIENCE_SECONDS)
         }
 
     def should_ask(self, now: float) -> bool:

@@ -7,6 +7,7 @@ broker is asked by a client of its own, which knows no other.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,27 +37,64 @@ def unreachable_brokers(settings: KafkaConfig, timeout_seconds: float) -> list[s
     return _silent(settings, map(Broker.of, listed), end)
 
 
-def unreachable_leaders(
-    settings: KafkaConfig, places: Collection[tuple[str, int]], timeout_seconds: float
-) -> dict[tuple[str, int], str]:
-    """Return the partitions that have a leader according to Kafka which does not answer us, with that broker.
+class SilentBrokers:
+    """The brokers that do not answer us, asked at most once in a while, whoever wants to know.
 
-    A partition that has no leader for anybody, or does not exist, is not among them.
+    Any thread may ask: of several that do so at once one asks the brokers, and the others wait for the same answer.
 
     Args:
-        settings: Of any client: its `bootstrap.servers`, and how it authenticates.
-        places: Topics with numbers of partitions.
-        timeout_seconds: For all questions together.
-
-    Raises:
-        KafkaUnavailable: if no broker answers at all.
+        timeout_seconds: For all questions to the brokers together.
     """
-    end = time.monotonic() + timeout_seconds
-    with _inquiry(settings, timeout_seconds * _LIST_SHARE) as inquiry:
-        listed = inquiry.leaders({topic for topic, _ in places})
-    leaders = {place: leader for place in places if (leader := listed.get(place)) is not None}
-    silent = set(_silent(settings, set(leaders.values()), end))
-    return {place: str(leader) for place, leader in leaders.items() if str(leader) in silent}
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[float, list[str] | str]] = {}  # settings -> when asked; a text if none answers
+
+    def lately(self, settings: KafkaConfig, max_age_seconds: float) -> list[str]:
+        """Return the brokers that do not answer, as `unreachable_brokers` does, by an answer that is no older.
+
+        Raises:
+            KafkaUnavailable: if no broker answers at all.
+        """
+        key = repr(sorted(settings.items(), key=lambda one: one[0]))
+        with self._lock:
+            asked_at, found = self._known.get(key, (float("-inf"), []))
+            if time.monotonic() - asked_at > max_age_seconds:
+                found = self._ask(settings)
+                self._known[key] = time.monotonic(), found
+        if isinstance(found, str):
+            raise KafkaUnavailable(found)
+        return found
+
+    def leading(
+        self, settings: KafkaConfig, places: Collection[tuple[str, int | None]], max_age_seconds: float
+    ) -> list[str]:
+        """Return those of `lately` that lead one of some partitions, by topic and number, None for all of the topic.
+
+        A partition that has no leader for anybody has none here, nor has a topic that does not exist, or that we may
+        not see. If Kafka does not say who leads, any of the brokers may.
+
+        Raises:
+            KafkaUnavailable: if no broker answers at all.
+        """
+        silent = self.lately(settings, max_age_seconds)
+        if not silent:
+            return []
+        try:
+            with _inquiry(settings, self._timeout * _LIST_SHARE) as inquiry:
+                listed = inquiry.leaders({topic for topic, _ in places})
+        except KafkaUnavailable:
+            return silent
+        wanted = set(places)
+        led = [str(leader) for (topic, part), leader in listed.items() if {(topic, part), (topic, None)} & wanted]
+        return [broker for broker in silent if broker in led]
+
+    def _ask(self, settings: KafkaConfig) -> list[str] | str:
+        try:
+            return unreachable_brokers(settings, self._timeout)
+        except KafkaUnavailable as error:
+            return str(error)
 
 
 def _silent(settings: KafkaConfig, brokers: Iterable[Broker], end: float) -> list[str]:

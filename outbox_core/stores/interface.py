@@ -506,6 +506,13 @@ class OutboxStore(Protocol):
     def is_empty(self) -> bool:
         """Return True if no row is visible."""
 
+    def at_work(self, seconds: float) -> str:
+        """Return what the database does for a statement of this role and program on another connection.
+
+        `is at work on it` or `has it wait for a lock`, if that is one for `seconds` at least; '' if there is none: what
+        such a statement waits for is then not the database, but the connection.
+        """
+
     def backlog(self) -> Backlog:
         """Count the waiting rows, for metrics: by statements of their own, which see what is committed meanwhile."""
 

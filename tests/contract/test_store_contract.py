@@ -399,6 +399,30 @@ def test_reset_clears_own_marks_only(scene, store):
     assert ids(store.mark(OURS, RowQuery(10))) == [1, 2, 3, 5]
 
 
+def test_a_statement_that_the_database_is_at_work_on(scene, make_store, session):
+    """Another connection of the same program sees it, and that it waits for a lock; not one that has just begun."""
+    put(scene, ("t", "k"))
+    marker, other, stranger = (make_store(application_name=name) for name in ("ours", "ours", "theirs"))
+    marker.mark(OURS, RowQuery(1))
+    assert other.at_work(0.0) == ""
+    with session() as blocking:
+        blocking.execute("LOCK TABLE outbox IN SHARE MODE")
+        marking = threading.Thread(target=marker.mark, args=(THEIRS, RowQuery(10)))
+        marking.start()
+        wait_for_a_blocked_session(scene.database)
+        assert other.at_work(60.0) == ""
+        assert stranger.at_work(0.0) == ""
+        assert other.at_work(0.0) == "has it wait for a lock"
+        blocking.rollback()
+    marking.join()
+    assert other.at_work(0.0) == ""
+    with psycopg.connect(scene.database, application_name="ours") as busy:
+        answer = threading.Thread(target=busy.execute, args=("SELECT sum(i) FROM generate_series(1, 20000000) AS i",))
+        answer.start()
+        wait_until(lambda: other.at_work(0.1) == "is at work on it", "it is at work")
+        answer.join()
+
+
 @pytest.mark.parametrize("taken", [[2], [1, 2, 3]], ids=["one", "all"])
 def test_rows_that_another_leader_is_just_marking(scene, store, session, taken):
     """A mark that meets another one waits for it, and then either has the rows or returns that it is short of them."""

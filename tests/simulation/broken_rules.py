@@ -149,6 +149,11 @@ _OUT_FOR_ALL = {
     "faults": ("database",), "outage": 100.0, "fault_pause": 300.0, "harvesters": 3, "writers": 1, "pause": 3.0,
     "seconds": 600.0, **_FAITHFUL,
 }  # fmt: skip
+# Somebody's lock is in the way of all changes for up to a minute.
+_LOCKED = {
+    "faults": ("lock",), "fault_pause": 60.0, "harvesters": 2, "writers": 1, "pause": 3.0, "seconds": 400.0,
+    **_FAITHFUL,
+}  # fmt: skip
 _EXPIRED = {"faults": ("expire",), "pause": 3.0, **_FAITHFUL}
 _PUT_BACK = {
     "faults": ("put back",), "fault_pause": 20.0, "harvesters": 1, "writers": 1, "pause": 1.0, "seconds": 400.0,
@@ -388,6 +393,9 @@ RULES = {
     ),
     "an outage for all passes the partition round slowly": _both(
         Duty, "overdue", duty.no_patience_with_newcomers, shows="after it was in one outage for all", plan=_OUT_FOR_ALL
+    ),
+    "a statement that the database is at work on passes nothing on": _both(
+        Store, "at_work", lambda *_: "", shows="for a lock", plan=_LOCKED
     ),
     "a statement has a deadline of the client's own": _both(
         Store,

@@ -1,4 +1,4 @@
-"""The promises about an outage: one for all passes the partition round slowly and once, and expiry is none.
+"""The promises about an outage: one for all passes the partition round slowly and once; expiry and locks are none.
 
 They are looked for in the log, and only in runs in which nothing else disturbs.
 """
@@ -34,6 +34,8 @@ class Outages:
         fault = self._simulation.plan.only_fault
         if fault == "expire" and format_.startswith(LOG_OF_OUTAGE):
             self._simulation.broken(f"an outage is told of, and there is none: {text}")
+        if fault == "lock" and format_.startswith(LOG_OF_LEAVING):
+            self._simulation.broken(f"passed on for a lock that others would wait for, too: {text}")
         if fault == "database" and format_.startswith(LOG_OF_LEAVING) and not self._simulation.database.server.is_up:
             self._leave(text)
 

@@ -4,6 +4,8 @@ A statement takes its snapshot when it begins and changes rows when it ends; a r
 as UPDATE and DELETE skip it. A connection that breaks leaves the outcome of its statement unknown: it may have taken
 effect, have none, or take effect later, after its client has crashed.
 
+A session of others may lock the table against changes, as CREATE INDEX does: statements wait, up to their time-out.
+
 Row level security may hide all rows of a table from the harvesters' role for a while. PostgreSQL then refuses the
 statements of the product's sessions, which ask for that instead of seeing nothing.
 """
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from outbox_core.errors import RowsHidden, StoreSilent, StoreUnavailable
+from outbox_core.errors import RowsHidden, StatementCancelled, StoreSilent, StoreUnavailable
 from outbox_core.stores.interface import (
     NO_FLOOR,
     Backlog,
@@ -40,6 +42,8 @@ from tests.simulation.scheduling import Process, Scheduler, current
 from tests.simulation.threads import Event
 
 OUTBOX = "shop.public.outbox"
+CANCELLED = object()
+"""In the place of a statement's answer: it waited for a lock for longer than the statement timeout."""
 REFUSED = object()
 """In the place of a statement's answer: a policy would hide rows, and the session wants to see all or nothing."""
 _SEQUENCE_AHEAD = 32  # numbers that PostgreSQL notes as drawn before they are
@@ -93,6 +97,8 @@ class Database:
     slow_answers: float = 0.0  # the share of statements that take effect up to `slowest_statement` before their answer
     late_changes: float = 0.0  # the share of statements that change rows whose connection breaks before they arrive
     reading: set[Process] = field(default_factory=set)  # that have a mark or scan under way
+    locked_until: float = 0.0  # by a session of others, against changes
+    running: dict[object, tuple[Process, float]] = field(default_factory=dict)  # statements, since when
     last_id: int = 0
     incarnation: int = 0
     writers: set[str] = field(default_factory=set)
@@ -232,26 +238,21 @@ class Store:
         """Run the steps of one statement on the server, with some time between them; return the last one's result."""
         if self._connection is None or self._connection.is_broken:
             self._connection, self._is_set_up = self._network.connect(self._process, self._database.server), False
-        event, found = Event(), []
+        event, found, statement = Event(), [], object()
 
         def handle(respond: Callable[[object], None]) -> None:
-            def run(number: int) -> None:
-                if self.refuses(table):
-                    respond(REFUSED)
-                    return
-                result = steps[number]()
-                if number + 1 == len(steps):
-                    self._answer(lambda: respond((result,)))
-                else:
-                    is_slow = self._scheduler.random.random() < self._database.slow_statements
-                    pause = self._database.slowest_statement if is_slow else 0.0003
-                    self._scheduler.after(pause * self._scheduler.random.random(), lambda: run(number + 1))
-
-            run(0)
+            self._database.running[statement] = self._process, self._scheduler.now
+            waits = self._database.locked_until - self._scheduler.now if changes else 0.0
+            if waits > _STATEMENT_SECONDS:
+                self._scheduler.after(_STATEMENT_SECONDS, lambda: self._end(statement, lambda: respond(CANCELLED)))
+            elif waits > 0:
+                self._scheduler.after(waits, lambda: self._run(statement, steps, table, respond))
+            else:
+                self._run(statement, steps, table, respond)
 
         connection = self._connection
         request = self._network.send(connection, handle, lambda answer: (found.append(answer), event.set()))
-        self._process.after(_SILENT_SECONDS, lambda: self._give_up(connection, request))
+        self._process.after(_SILENT_SECONDS, lambda: self._give_up(connection, request, statement))
         patience = _STATEMENT_SECONDS + GRACE_SECONDS if self._is_set_up else SETUP_SECONDS
         if changes and self._database.late_changes and self._scheduler.random.random() < self._database.late_changes:
             self._network.break_connection(connection)
@@ -260,13 +261,42 @@ class Store:
             self._connection = None
             raise StoreSilent(f"the database has not answered for {patience:.0f} s", in_doubt=True)
         self._is_set_up = True
-        if found[0] is LOST:
+        self._raise_for(found[0], table)
+        return found[0][0]
+
+    def _run(
+        self, statement: object, steps: Sequence[Callable[[], Any]], table: str, respond: Callable[[object], None]
+    ) -> None:
+        """Carry out the first step of a statement, and the others later."""
+        if self.refuses(table):
+            self._end(statement, lambda: respond(REFUSED))
+            return
+        first, *others = steps
+        result = first()
+        if not others:
+            self._end(statement, lambda: self._answer(lambda: respond((result,))))
+            return
+        is_slow = self._scheduler.random.random() < self._database.slow_statements
+        pause = self._database.slowest_statement if is_slow else 0.0003
+        self._scheduler.after(
+            pause * self._scheduler.random.random(), lambda: self._run(statement, others, table, respond)
+        )
+
+    def _end(self, statement: object, answer: Callable[[], None]) -> None:
+        del self._database.running[statement]
+        answer()
+
+    def _raise_for(self, answer: object, table: str) -> None:
+        """Raise the error that an answer stands for, if it does, and give up the connection."""
+        if answer is LOST:
             self._connection = None
             raise StoreUnavailable("the connection is lost", in_doubt=True)
-        if found[0] is REFUSED:
+        if answer is CANCELLED:
+            self.close()
+            raise StatementCancelled("canceling statement due to statement timeout", in_doubt=True)
+        if answer is REFUSED:
             self.close()
             raise RowsHidden(f"query would be affected by row-level security policy for table {table!r}")
-        return found[0][0]
 
     def refuses(self, table: str) -> bool:
         """Return True if PostgreSQL refuses a statement on a table: its rows are hidden, and the session wants all."""
@@ -277,10 +307,11 @@ class Store:
         """Return how long a statement may take: the deadline that the product's connections have of their own."""
         return seconds
 
-    def _give_up(self, connection: Connection, request: Request) -> None:
-        """Break a connection that passes nothing; one whose server stands still is alive."""
+    def _give_up(self, connection: Connection, request: Request, statement: object) -> None:
+        """Break a connection that passes nothing; one whose server stands still, or is at work, is alive."""
         cut = self._network.cut.get((self._process, self._database.server))
-        if not request.is_over and not (cut is not None and cut.is_hung):
+        is_alive = statement in self._database.running if cut is None else cut.is_hung
+        if not request.is_over and not is_alive:
             self._network.break_connection(connection)
 
     def _answer(self, respond: Callable[[], None]) -> None:
@@ -433,6 +464,15 @@ class Store:
 
     def is_empty(self) -> bool:
         return bool(self._statement(lambda: not self._database.visible))
+
+    def at_work(self, seconds: float) -> str:
+        def look() -> str:
+            running = self._database.running.values()
+            before = self._scheduler.now - seconds
+            mine = any(process is self._process and since <= before for process, since in running)
+            return "is at work on it" if mine else ""
+
+        return str(self._statement(look))
 
     def backlog(self) -> Backlog:
         return Backlog(int(self._statement(lambda: len(self._database.visible))), 0.0)

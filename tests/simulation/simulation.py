@@ -148,7 +148,7 @@ class Plan:
             self,
             seconds=random.choice((1200.0, 2400.0, 3600.0)),
             harvesters=min(self.harvesters, 2),
-            faults=(*self.faults, "put back"),
+            faults=(*self.faults, "put back", "lock"),
             pause=random.choice((3.0, 10.0)),
             fault_pause=random.choice((5.0, 20.0, 60.0)),
         )
@@ -689,7 +689,8 @@ class Simulation:
         is_refusing = self.plan.poison > 0 and any(
             POISON in (row.record.value or b"") for row in self.database.rows.values()
         )
-        return is_refusing or bool(self.database.hidden) or not all(server.is_up for server in servers)
+        is_locked = self.scheduler.now < self.database.locked_until
+        return is_refusing or is_locked or bool(self.database.hidden) or not all(server.is_up for server in servers)
 
     def _watch(self) -> None:
         self.check_leases()  # and at each change of leadership
@@ -937,6 +938,12 @@ class Simulation:
         seconds = random.choice((0.3, 2.0, 9.0)) * random.random() * self.plan.outage
         self.scheduler.after(seconds, self.database.hidden.clear)
 
+    def _fault_lock(self, random: Random) -> None:
+        seconds = random.choice((5.0, 25.0, 50.0))
+        self.scheduler.note("the table is locked against changes for %.0f s", seconds)
+        self.seen["table locked"] += 1
+        self.database.locked_until = max(self.database.locked_until, self.scheduler.now + seconds)
+
     def _fault_widen(self, random: Random) -> None:
         topic = random.choice(sorted(_TOPICS))
         if len(self.cluster.topics[topic]) < _WIDEST:
@@ -1009,6 +1016,7 @@ class Simulation:
         self.database.set_holds([])
         self.database.server.is_up = True
         self.database.hidden.clear()
+        self.database.locked_until = 0.0
         for process, server in list(self.network.cut):
             self.network.break_some(
                 lambda each, process=process, server=server: each.process is process and each.server is server

@@ -177,6 +177,17 @@ def test_outage_for_all_passes_the_partition_on_once():
     assert outcome.seen["partition passed on in an outage for all"]
 
 
+def test_a_lock_passes_nothing_on():
+    """While a session of others keeps changes from the table, whoever leads goes on leading, and then publishes."""
+    rule = "a statement that the database is at work on passes nothing on"
+    for seed in range(2):
+        plan = replace(plan_of(seed, "", rule), seconds=200.0)
+        outcome = run(plan)
+        assert plan.only_fault == "lock"
+        assert not outcome.problem
+        assert outcome.seen["table locked"]
+
+
 def test_rows_put_back_with_their_mark_have_time():
     """A row that was deleted comes back with its mark, and has some minutes until it must be published again."""
     scheduler = Scheduler(1)

@@ -131,6 +131,16 @@ ORDER BY 1
 
 IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
 
+# A session that waits for its client has nothing to do with the database: the connection does not pass what it sends.
+AT_WORK = """
+SELECT coalesce(wait_event_type, '')
+FROM pg_stat_activity
+WHERE datname = current_database() AND usename = session_user AND pid <> pg_backend_pid()
+  AND application_name = current_setting('application_name')
+  AND state = 'active' AND wait_event_type IS DISTINCT FROM 'Client'
+  AND query_start <= clock_timestamp() - make_interval(secs => %(seconds)s::float8)
+"""
+
 # Counting millions of rows takes seconds. Beyond the bound the ids tell about how many there are: the table is a queue,
 # and few ids are missing in it. Where many are, a few old rows before many that were published since, the planner's
 # statistics say less.

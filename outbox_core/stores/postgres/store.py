@@ -236,6 +236,13 @@ class PostgresStore:
         """Return True if no row is visible."""
         return bool(self.table.query(sql.IS_EMPTY)[0][0])
 
+    def at_work(self, seconds: float) -> str:
+        """Return what the database does for a long statement of this role and program on another connection."""
+        waits = [wait for (wait,) in self.table.query(sql.AT_WORK, {"seconds": seconds})]
+        if not waits:
+            return ""
+        return "has it wait for a lock" if "Lock" in waits else "is at work on it"
+
     def backlog(self) -> Backlog:
         """Count the waiting rows: exactly up to 100,000, by ids and the planner's statistics beyond."""
         holds = self.holds.read(warn=False) or NO_HOLDS

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import psycopg
 from psycopg import errors
 
-from outbox_core.errors import OutboxTableError, RightsMissing, RowsHidden, RowsRemain, StoreSilent, StoreUnavailable
+from outbox_core.errors import (
+    OutboxTableError,
+    RightsMissing,
+    RowsHidden,
+    RowsRemain,
+    StatementCancelled,
+    StoreSilent,
+    StoreUnavailable,
+)
 from outbox_core.row_security import fetch_on, is_refusal, refuse_hidden, set_row_security
 from outbox_core.schema import (
     HOLD_COLUMNS,
@@ -248,6 +256,8 @@ class OutboxTable:
             raise StoreSilent(message, in_doubt=True) from error
         if is_refusal(error):
             raise self._refused(message) from error
+        if isinstance(error, errors.QueryCanceled):
+            raise StatementCancelled(message, in_doubt=True) from error
         if was_cut or isinstance(error, _PASSING) or (error.sqlstate or "")[:2] in _PASSING_CLASSES:
             raise StoreUnavailable(message, in_doubt=True) from error
         if isinstance(error, _ALTERED) and self._layout and not self._was_altered:

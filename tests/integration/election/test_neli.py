@@ -615,7 +615,7 @@ def test_electors_leave_nothing_behind(topic_name, kafka_bootstrap):
 def test_lost_connections_leave_nothing_behind(contend, proxy):
     """An elector that loses its connections again and again leaks no thread or descriptor, as leader or as standby."""
     members = [leads(contend(bootstrap=proxy.bootstrap)), contend(bootstrap=proxy.bootstrap)]
-    until(lambda: members[1]._member._health._has_heard)
+    until(lambda: members[1]._member._health.has_heard)
 
     def lose():
         lost_at = now()
@@ -800,7 +800,7 @@ def test_leader_of_another_server(contend, kafka_bootstrap, caplog):
     assert re.search(both, refused.trouble)
     leads_undisturbed(leader, 0.3)
     standby = ours()
-    until(lambda: standby._member._health._has_heard)
+    until(lambda: standby._member._health.has_heard)
     # The standby of one server has long been there when a leader of the other one turns up.
     beat = {
         "type": "heartbeat",
@@ -828,7 +828,7 @@ def test_server_that_nobody_knows(contend):
     """Two members elect one leader although one of them could not read its server's ID."""
     leader = leads(contend(outbox="shop.public.outbox", server_id="7300000000000000001"))
     standby = contend(outbox="shop.public.outbox")
-    until(lambda: standby._member._health._has_heard)
+    until(lambda: standby._member._health.has_heard)
     leader.stop()
     leads(standby)
 
@@ -854,7 +854,7 @@ def test_rights_withdrawn_from_a_running_member(contend, strict_broker):
     """A running member whose rights are withdrawn does not end: it tries again, and leads once they are back."""
     there = functools.partial(contend, quick=True, bootstrap=strict_broker.bootstrap, group_id="later-withdrawn")
     members = [leads(there()), there()]
-    until(lambda: members[1]._member._health._has_heard and members[1]._member._has_joined)
+    until(lambda: members[1]._member._health.has_heard and members[1]._member.has_joined)
     deny = [
         AclBinding(kind, name, ResourcePatternType.LITERAL, "User:*", "*", operation, AclPermissionType.DENY)
         for kind, name, operation in (
@@ -935,7 +935,7 @@ def test_leader_topic_that_is_gone(contend, topic_name, kafka_bootstrap, monkeyp
     monkeypatch.setattr(connection_log, "ensure_leader_topic", make)
     leader = leads(contend(quick=True, topic=topic))
     standby = contend(quick=True, topic=topic)
-    until(lambda: standby._member._health._has_heard)
+    until(lambda: standby._member._health.has_heard)
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})  # lives until it has answered
     admin.delete_topics([topic])[topic].result(10)
     for member in (leader, standby):

@@ -7,7 +7,7 @@ from devstack.processes import wait_until
 from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry
 from outbox_core.kafka.clients import make_consumer
-from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
+from outbox_core.kafka.reach import SilentBrokers, unreachable_brokers
 from tests.resources import held, reference_counts_only
 
 
@@ -30,9 +30,10 @@ def test_a_broker_behind_a_cut_link_is_named(cluster, links, make_topic, fault):
     for partition in range(3):
         cluster.move_leader(topic, partition, partition + 1)
     settings = {"bootstrap.servers": links.bootstrap}
-    places = [(topic, 0), (topic, 1), (topic, 2), (topic, 9), ("no-such-topic", 0)]
+    places = [(topic, 0), (topic, 1), (topic, 2), (topic, 9), ("no-such-topic", 0), ("no-such-topic", None)]
+    silent = SilentBrokers(6.0)
     assert unreachable_brokers(settings, 20.0) == []
-    assert unreachable_leaders(settings, places, 20.0) == {}
+    assert SilentBrokers(20.0).leading(settings, places, 0.0) == []
     link = links.of[2]
     (link.cut if fault == "black hole" else link.reset)()
     try:
@@ -41,8 +42,9 @@ def test_a_broker_behind_a_cut_link_is_named(cluster, links, make_topic, fault):
             named = unreachable_brokers(settings, 6.0)
             assert _nodes(named) == [2]
             assert named[0] == f"broker 2 at {link.bootstrap}"
-            assert unreachable_leaders(settings, places, 6.0) == {(topic, 1): named[0]}
-            assert unreachable_leaders(settings, [(topic, 0)], 6.0) == {}
+            assert silent.leading(settings, places, 0.0) == named
+            assert silent.leading(settings, [(topic, None)], 60.0) == named
+            assert silent.leading(settings, [(topic, 0), (topic, 9), ("no-such-topic", None)], 60.0) == []
             assert wait_until(lambda: held().threads <= threads, 5), "a client was not closed"
     finally:
         link.restore()
@@ -56,7 +58,7 @@ def test_no_broker_at_all_is_an_outage():
     with pytest.raises(KafkaUnavailable, match="Connection refused"):
         unreachable_brokers(nowhere, 1.0)
     with pytest.raises(KafkaUnavailable, match="Connection refused"):
-        unreachable_leaders(nowhere, [("orders", 0)], 1.0)
+        SilentBrokers(1.0).leading(nowhere, [("orders", 0)], 0.0)
 
 
 @pytest.mark.real_broker

@@ -113,6 +113,17 @@ def test_somebody_must_try():
     assert absence.news(heard_at + most, heard_at).startswith("no leader was heard for 15 s")
 
 
+@pytest.mark.parametrize(("session", "silence"), [(1.2, 10.0), (6.0, 10.0), (126.0, 130.0)])
+def test_the_silence_is_longer_than_a_session(session, silence):
+    """A successor of a leader that died is not heard before the session is over: only then somebody must try."""
+    absence = SteppedDown("no database", session, _Answer())
+    absence.begins(LEFT_AT)
+    most = silence + duty.SILENCE_JITTER_SECONDS
+    assert absence.news(LEFT_AT + silence - 0.1, LEFT_AT) == ""
+    assert absence.news(LEFT_AT + most, LEFT_AT).startswith("no leader was heard for")
+    assert absence.condition == f"it is able again, or no process leads for {silence:g} s"
+
+
 def test_an_absence_ends_its_question():
     """Whoever comes back, or stops, is not asked any more."""
     absence, answer = stepped_down()

@@ -9,9 +9,10 @@ import pytest
 
 from outbox_core.election.config import NeliConfig
 from outbox_core.election.lease import now
-from outbox_core.election.member import Member
-from outbox_core.election.messages import Claim, Heartbeat, Resignation, encode
+from outbox_core.election.member import ClientBroken, Member
+from outbox_core.election.messages import Claim, Contest, Heartbeat, Resignation, encode
 from outbox_core.election.observer import signal_in
+from outbox_core.errors import GroupRefused, OutboxError
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition
 
@@ -336,14 +337,70 @@ def test_who_stepped_down_waits_while_another_leads(member, clock):
     assert member.hears_leader
 
 
-def test_a_member_that_is_out_can_step_down(member, clock):
+def test_a_member_that_is_out_can_step_down(member, clock, caplog):
     """The newer reason counts: an owner that could not lead, and then cannot work either, waits for its work."""
     member._on_assign(_Group(), [PLACE])
     clock(13)
     assert member.is_out
+    clock(4)
     member.step_down("no database", lambda: False)
-    assert "no database" in member.trouble
-    clock(7)
+    assert "left leader group 'billing' for 4 s: no database; comes back when it is able again" in member.trouble
+    assert "stays out of leader group billing: no database; comes back when it is able again" in caplog.messages[-1]
+    clock(5)
     assert member.is_out
-    clock(8)  # and like any that stepped down it tries when nobody does
+    clock(6)  # and like any that stepped down it tries when nobody does
     assert not member.is_out
+
+
+def test_stepping_down_again_and_again(member, clock, caplog):
+    """Who is told so every second comes back as soon as who was told once, and its log has one line of it."""
+    make_leader(member)
+    member.step_down("no database", lambda: False)
+    for second in range(20):
+        clock(1)
+        if not member.is_out:
+            break
+        member.step_down(f"no database for {second} s", lambda: False)
+        assert f"no database for {second} s" in member.trouble
+    assert not member.is_out
+    assert member._consumer.calls == ["leave", "join"]
+    assert len([line for line in caplog.messages if "no database" in line]) == 1
+
+
+def test_who_comes_back_does_not_join_anew_at_once(member, clock):
+    """After long silence it has joined a moment ago: the group is joined anew three sessions later."""
+    clock(12)
+    member.step_down("no database", lambda: False)
+    while member.is_out:
+        clock(1)
+    clock(17)
+    assert member._consumer.calls == ["leave", "join"]
+    clock(2)
+    assert member._consumer.calls == ["leave", "join", "leave", "join"]
+
+
+def test_a_client_that_gave_up(member):
+    """Its fatal error is one that another client may not have; before the member has joined it ends the start."""
+    fatal = KafkaError(KafkaError._FENCED, "fenced", fatal=True)
+    with pytest.raises(OutboxError, match="gave up: fenced") as caught:
+        member._on_error(fatal)
+    assert not isinstance(caught.value, ClientBroken)
+    member._on_assign(_Group(), [])
+    with pytest.raises(ClientBroken, match="gave up: fenced"):
+        member._on_error(fatal)
+
+
+def test_a_successor_of_a_broken_client_is_refused_by_nobody(member, caplog):
+    """What ends a process that starts passes later: a stranger that leads, a group that takes nobody."""
+    stranger = Heartbeat(900, uuid4(), 1, "stranger", Contest("billing", "another.outbox", "1"))
+    member._config = replace(member._config, outbox="ours.outbox", server_id="1")
+    member._health._config = member._config
+    full = KafkaError(KafkaError.GROUP_MAX_SIZE_REACHED, "full")
+    for refused in (lambda: member._health.on_signal(stranger), lambda: member._on_error(full)):
+        with pytest.raises(GroupRefused):
+            refused()
+    member.succeeds()
+    member._health.on_signal(stranger)
+    member._on_error(full)
+    assert "led by stranger" in caplog.messages[-2]
+    assert "hindered" in caplog.messages[-1]

@@ -12,9 +12,10 @@ from outbox_core.errors import (
     RightsMissing,
     RowsHidden,
     RowsRemain,
+    StatementCancelled,
     StoreUnavailable,
 )
-from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, REACH, READ, SCAN, WHOLE_TABLE, WRITE
+from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, PURGE, REACH, READ, SCAN, WHOLE_TABLE, WRITE
 from outbox_core.harvest.work_watch import WorkWatch
 from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS, PATIENCE_SECONDS
 from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
@@ -34,25 +35,34 @@ class _Questions:
     def __init__(self):
         self.count = 2
         self.silent = []
+        self.led = None  # places whose leaders are silent; all if None
+        self.work = ""  # of the database, on a statement of ours
         self.asked = []
 
     def members(self):
         self.asked.append("members")
         return self.count
 
-    def silent_brokers(self):
+    def silent_brokers(self, _max_age=0.0):
         self.asked.append("brokers")
         if self.silent is None:
             raise KafkaUnavailable("nobody")
         return self.silent
 
-    def silent_leaders(self, places):
+    def silent_leaders(self, places, _max_age=0.0):
         self.asked.append(set(places))
-        return self.silent
+        if self.silent is None:
+            raise KafkaUnavailable("nobody")
+        return self.silent if self.led is None or self.led & set(places) else []
 
     def read_table(self):
         if not self.reads:
             raise StoreUnavailable("refused")
+
+    def at_work(self):
+        self.asked.append("database")
+        self.read_table()
+        return self.work
 
 
 class World:
@@ -70,6 +80,7 @@ class World:
         self.database = Outage("database", log)
         self.window = SimpleNamespace(waited_seconds=0.0)
         self.elector = SimpleNamespace(step_down=lambda *wish: self.steps_down.append(wish))
+        self.unmade = ""
         self.watch = WorkWatch(
             SimpleNamespace(
                 metrics=metrics,
@@ -80,6 +91,7 @@ class World:
                 outages=(self.database,),
             ),
             self.questions,
+            lambda: self.unmade,
         )
         self.lead()
 
@@ -157,6 +169,7 @@ def test_a_transaction_that_waits_for_a_partition_without_a_leader(world):
 
 def test_a_call_that_hangs(world):
     """A scan that the database never answers: after 20 s the leader steps down, once, and names call and database."""
+    world.questions.reads = False
     with world.activity.statement(*SCAN):
         world.pass_(PATIENCE_SECONDS - 1)
         assert world.steps_down == []
@@ -164,6 +177,56 @@ def test_a_call_that_hangs(world):
     [reason] = world.reasons
     assert reason.startswith("it could not read the outbox table for 20 s; it waits for a scan for 20 s;")
     assert "database shop at db:5432 as role app does not answer" in reason
+
+
+@pytest.mark.parametrize("step", [SCAN, PURGE])
+def test_a_statement_that_the_database_is_at_work_on(world, step):
+    """A statement that runs, or waits for a lock, would do so for others: nobody hands over, and health says so."""
+    world.questions.work = "has it wait for a lock"
+    with world.activity.statement(*step):
+        world.pass_(300)
+        assert world.steps_down == []
+        trouble = world.activity.trouble(30)
+    assert trouble.startswith(f"it leads, and could not {step.work} for 300 s; it waits for {step.name} for 300 s; ")
+    assert trouble.endswith("database shop at db:5432 as role app has it wait for a lock")
+    assert 10 <= world.questions.asked.count("database") <= 30  # not every second
+    world.pass_(1)
+    assert world.activity.circumstances == ""
+
+
+def test_a_connection_that_hangs_after_its_statement_was_at_work(world):
+    """The database forgets the statement, and its answer does not come: the patience began when it was last there."""
+    world.questions.work = "is at work on it"
+    with world.activity.statement(*SCAN):
+        world.pass_(100)
+        world.questions.work = ""
+        world.pass_(2 * PATIENCE_SECONDS + 15)
+    [reason] = world.reasons
+    assert reason.endswith("database shop at db:5432 as role app answers, but not on this connection")
+
+
+def test_a_statement_that_is_cancelled_again_and_again(world):
+    """The database answers, if only to say that the statement took too long: it would for others, too."""
+
+    def turn():
+        with pytest.raises(StatementCancelled), world.activity.statement(*SCAN):
+            raise StatementCancelled("canceling statement due to statement timeout", in_doubt=True)
+
+    world.pass_(300, turn)
+    assert world.steps_down == []
+
+
+def test_a_database_that_fails_is_not_asked(world):
+    """Statements that end with errors are no question of what is under way."""
+
+    def turn():
+        with pytest.raises(StoreUnavailable), world.activity.statement(*SCAN):
+            raise StoreUnavailable("refused")
+
+    world.questions.work = "is at work on it"
+    world.pass_(PATIENCE_SECONDS + 2, turn)
+    assert len(world.reasons) == 1
+    assert "database" not in world.questions.asked
 
 
 def test_statements_that_fail_with_others_between(world):
@@ -271,12 +334,27 @@ def test_partitions_that_have_no_leader_for_anybody(world):
     world.pass_(200)
     assert world.steps_down == []
     assert {PLACE} in world.questions.asked
-    assert len([each for each in world.questions.asked if each == {PLACE}]) <= 11  # not every few seconds
+    assert len([each for each in world.questions.asked if each == {PLACE}]) <= 25  # not every few seconds
     world.questions.silent = [BROKER]
     world.pass_(PATIENCE_SECONDS + 1)
     [reason] = world.reasons
     assert "write to partitions whose leader is there" in reason
     assert f"{BROKER} does not answer" in reason
+
+
+def test_new_trouble_beside_a_partition_that_has_no_leader(world):
+    """Another partition that fails has its own patience, however long the one without a leader has been so."""
+    other = ("orders", 0)
+    world.activity.cannot_reach({PLACE: 0.0})
+    world.questions.led = {other}
+    world.questions.silent = [BROKER]
+    world.pass_(100)
+    assert world.steps_down == []
+    began = world.time
+    world.activity.cannot_reach({PLACE: world.time - 1000.0, other: 0.0})
+    while not world.steps_down:
+        world.pass_(1)
+    assert PATIENCE_SECONDS - 4.0 <= world.time - began <= PATIENCE_SECONDS  # it was sent 4 s before
 
 
 def test_partitions_that_are_reached_again(world):
@@ -307,6 +385,25 @@ def test_leases_without_room(world):
     [reason] = world.reasons
     assert "send in the time of its lease" in reason
     [(_, is_able)] = world.steps_down
+    assert is_able()
+    world.questions.silent = [BROKER]
+    assert not is_able()
+
+
+def test_no_producer_can_be_made(world):
+    """Without one nothing is tried that could fail: that is trouble of this process, until Kafka answers it again."""
+    for _ in range(5):
+        world.unmade = "ssl.ca.location: no such file"
+        world.pass_(10)
+        world.unmade = ""
+        world.pass_(1)
+    assert world.steps_down == []
+    world.unmade, world.questions.silent = "ssl.ca.location: no such file", None
+    world.pass_(PATIENCE_SECONDS + 1)
+    [(reason, is_able)] = world.steps_down
+    assert reason.startswith("it could not make a producer for 20 s; no broker of Kafka answers (nobody)")
+    assert not is_able()
+    world.questions.silent = []
     assert is_able()
 
 

@@ -207,21 +207,6 @@ def test_nothing_is_judged_after_a_pause(world, monkeypatch):
     assert looks == [1061.0]
 
 
-def test_members_of_a_process_share_the_answers(monkeypatch):
-    """Of many members that look at once one asks the brokers; later they are asked again; other settings differ."""
-    asked, now = [], [1000.0]
-    monkeypatch.setattr(duty.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(duty, "unreachable_brokers", lambda settings, _: asked.append(settings["a"]) or ["broker 1"])
-    answers = duty._Answers()
-    for _ in range(5):
-        assert answers.silent({"a": 1}) == ["broker 1"]
-    assert asked == [1]
-    answers.silent({"a": 2})
-    now[0] += 10
-    answers.silent({"a": 1})
-    assert asked == [1, 2, 1]
-
-
 def test_its_thread_ends(world):
     """The thread ends once it is closed."""
     member = GroupDuty("this consumer", "kafka-mq-thread", "messages", CONFIG, world.changes.append)
