@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from outbox_core.errors import KafkaUnavailable
-from outbox_core.kafka.admin import Inquiry
+from outbox_core.kafka.admin import Inquiry, group_members
 from outbox_core.kafka.duty import ASK_SECONDS, Duty
 from outbox_core.kafka.reach import unreachable_brokers
 from outbox_core.outage import Outage
@@ -324,8 +324,4 @@ class GroupDuty:
 
     def _members(self) -> frozenset[str] | None:
         """Return the members of the group, None if Kafka does not say."""
-        try:
-            with Inquiry(self._settings, _ASK_SECONDS) as inquiry:
-                return inquiry.member_ids(self._group)
-        except KafkaUnavailable:
-            return None
+        return group_members(self._settings, self._group, timeout_seconds=_ASK_SECONDS)

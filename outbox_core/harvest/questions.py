@@ -6,8 +6,7 @@ from collections.abc import Collection
 from contextlib import closing
 from typing import Final
 
-from outbox_core.errors import KafkaUnavailable
-from outbox_core.kafka.admin import Inquiry
+from outbox_core.kafka.admin import group_members
 from outbox_core.kafka.clients import KafkaConfig
 from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
 from outbox_core.kafka.topics import partition_count
@@ -35,11 +34,8 @@ class HarvesterQuestions:
 
     def members(self) -> int | None:
         """Return the number of members of the leader group, None if Kafka does not say."""
-        try:
-            with Inquiry(self._kafka, _MEMBERS_SECONDS) as inquiry:
-                return inquiry.members(self._group)
-        except KafkaUnavailable:
-            return None
+        members = group_members(self._kafka, self._group, timeout_seconds=_MEMBERS_SECONDS)
+        return None if members is None else len(members)
 
     def silent_brokers(self) -> list[str]:
         """Return brokers that do not answer us, or raise KafkaUnavailable if none answers."""

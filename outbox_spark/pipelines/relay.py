@@ -44,7 +44,7 @@ from outbox_spark.relay.batch import has_ended, publish, refuse_functions
 from outbox_spark.relay.duty import RelayDuty
 from outbox_spark.relay.leadership import Contender
 from outbox_spark.relay.monitor import OnProgress, RelayMonitor
-from outbox_spark.relay.plan import BatchPlan, Planner, ShardOutcome, Transform
+from outbox_spark.relay.plan import SLICE_SECONDS, BatchPlan, Planner, ShardOutcome, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.runtime.secrets import filled_harvest
@@ -59,6 +59,7 @@ _EMPTY_CHECK_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 10.0  # a third of the time in which it must go on once all is mended
 _CLEAN_UP_SECONDS = 30.0
+_SLOW_START_SECONDS = 300.0  # for executors that a cluster has to start, or a statement that reads the whole table
 _ROTATE_SECONDS = 3600.0
 # Another try does not mend these.
 _PERMANENT = (InvalidConfig, InvalidRecord, MarkedRowsFound, OutboxTableError, TrackingTopicError, ForeignLedger)
@@ -134,15 +135,15 @@ class _Relay:
         server_id = self._store.server_id()
         found = self._store.found_in(self._config.harvest)  # as it is given: tasks look up secrets themselves
         self._plan = replace(self._plan, harvest=found, outbox=self._identity.outbox, server_id=server_id)
-        contender, monitor = Contender(harvest, self._identity.outbox, server_id), self._monitor
-        metrics = monitor.metrics
+        metrics, monitor = self._monitor.metrics, self._monitor
         metrics.outbox_name = metrics.outbox_name or self._identity.outbox
         kafka, timeout = harvest.base_kafka_config, harvest.limits.statement_timeout.total_seconds()
         probe = partial(ShardStore.of, harvest, statement_timeout=timeout)
-        self._duty = RelayDuty(kafka, contender.group_id, probe, contender.step_down)
+        self._duty = RelayDuty(kafka, harvest.leader_names(self._identity.outbox).group_id, probe)
+        contender = Contender(harvest, self._identity.outbox, server_id, self._duty.leads)
         with closing(self._store), serving(harvest, metrics.registry, lambda: monitor.health(contender.trouble)):
             contender.start()
-            self._duty.start()
+            self._duty.start(contender.step_down)
             try:
                 self._contend(contender, once=once)
             finally:
@@ -158,10 +159,8 @@ class _Relay:
                 self._stopping.wait(_EMPTY_CHECK_SECONDS if once else _POLL_SECONDS)
                 continue
             self._monitor.leads(lease.term)
-            self._duty.leads(True)
             try:
                 finished = self._lead(lease, contender, once=once)
-                self._duty.leads(False)
                 if self._clean_up(partial(contender.holds, lease)) and finished:
                     return
             finally:
@@ -185,15 +184,17 @@ class _Relay:
         planner: Planner | None = None
         is_settled = False
         while leads():
-            self._duty.tries()
             try:
-                if not is_settled:
+                if planner is None or not is_settled:
+                    self._duty.tries(self._most_seconds)
                     self._settle(leads)
-                planner, is_settled = planner or self._begin(once=once), True
-                self._rotate_archive()
+                    planner, is_settled = planner or self._begin(once=once), True
+                self._duty.tries()
                 ranges = planner.next()
+                self._duty.tries(self._most_seconds)  # to count the backlog, too
                 self._monitor.planned(len(planner.holds), is_idle=not ranges)
                 self._monitor.looks()
+                self._rotate_archive()
             except KafkaUnavailable as error:  # the settings have made clients before: what they name may be away
                 self._wait_after(str(error), leads)
                 continue
@@ -207,10 +208,15 @@ class _Relay:
                 is_settled = self._publish(planner, ranges, lease.term, leads)
             elif once:
                 return True
-            else:
+            elif leads():  # or it may have hung until then
                 self._duty.succeeded()
                 self._stopping.wait(_IDLE_SECONDS)
         return False
+
+    @property
+    def _most_seconds(self) -> float:
+        """The time that a job, or settling, may take while this process can work: shards may come one by one."""
+        return _SLOW_START_SECONDS + self._config.shards * SLICE_SECONDS
 
     def _settle(self, leads: Callable[[], bool]) -> None:
         """Settle what was left behind. Raises KafkaUnavailable, StoreUnavailable."""
@@ -273,7 +279,7 @@ class _Relay:
 
     def _wait_after(self, failure: str, leads: Callable[[], bool]) -> None:
         _log.warning("the relay goes on in %.0f s: %s", self._pause, failure.strip()[:500])
-        self._duty.failed(failure.strip()[:500])
+        self._duty.failed(failure.strip()[:500], for_all=False)
         end = time.monotonic() + self._pause
         while time.monotonic() < end and leads():  # a hand-over waits for us
             self._stopping.wait(_POLL_SECONDS)

@@ -188,7 +188,7 @@ def test_all_is_settled_again_after_a_failure(scene, make_topic, monkeypatch):
     topic, rows_left = make_topic(), []
     scene.fill(topic, 5, keys=2)
     relay = _Relay(None, RelayConfig(harvest=scene.settings), None, threading.Event(), None)
-    relay._identity, relay._pause, relay._duty = scene.transactions, 0.0, RelayDuty({}, "g", None, None)
+    relay._identity, relay._pause, relay._duty = scene.transactions, 0.0, RelayDuty({}, "g", None)
     relay._plan = replace(relay._plan, outbox=scene.identity, server_id=scene.store.server_id())
 
     def publish(_, plan, __):
