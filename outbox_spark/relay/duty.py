@@ -11,9 +11,9 @@ is under way that no failure preceded, the watch does what a probe does: it read
 asks each broker itself. If that succeeds, the relay is slow, as its successor would be, and is given another
 `PATIENCE_SECONDS`; until its own time is over. The planner's few statements are given no such time.
 
-Tasks on other machines may fare worse than the driver. Their job fails after their own patience, and that counts from
-its beginning; then the relay is a standby soon, and the work elsewhere. What fails in the same way for every process,
-such as a table that is missing, counts for nothing.
+Tasks on other machines may fare worse than the driver. Their job fails after their own patience, and a job that failed
+is no slow one, nor is the next; so the relay is a standby soon, and the work elsewhere. What fails in the same way for
+every process, such as a table that is missing, counts for nothing.
 """
 
 from __future__ import annotations

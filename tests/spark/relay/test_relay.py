@@ -35,7 +35,17 @@ class RelayProcess:
     """A relay in a process of its own."""
 
     def __init__(
-        self, scene, directory, *, once=False, records=200, fault=None, master="local[2]", spark=None, dsn=None
+        self,
+        scene,
+        directory,
+        *,
+        once=False,
+        records=200,
+        shards=2,
+        fault=None,
+        master="local[2]",
+        spark=None,
+        dsn=None,
     ):
         self.log = Path(directory) / f"relay-{os.urandom(3).hex()}.log"
         settings = {
@@ -43,6 +53,7 @@ class RelayProcess:
             "table": scene.table.quoted,
             "bootstrap": scene.bootstrap,
             "records": records,
+            "shards": shards,
             "once": once,
             "fault": fault,
             "master": master,
@@ -230,6 +241,24 @@ def test_a_relay_without_its_database_leaves_the_work_to_a_harvester(scene, make
         for message in messages:
             of_key.setdefault(message.key, []).append(identity_of(message))
         assert all(ids == sorted(ids) for ids in of_key.values())
+
+
+@pytest.mark.complete
+@pytest.mark.alone
+def test_a_relay_whose_batches_take_long_keeps_the_work(scene, make_topic, relay_of):
+    """Four shards on one core take longer than the patience; a harvester stands by, and publishes nothing."""
+    topic = make_topic()
+    relay = relay_of(scene, master="local[1]", shards=4, records=10)
+    relay.wait_for("leads")
+    scene.fill(topic, 50, keys=99)
+    wait_until(lambda: scene.count() == 0, "the relay publishes", SPARK_SECONDS)
+    with scene.running(elector_factory=None, config={"delivery": "exactly-once"}) as harvester:
+        scene.fill(topic, 15_000, keys=99)
+        wait_until(lambda: scene.count() == 0 or harvester.is_leader, "the relay publishes the rest", SPARK_SECONDS)
+        assert not harvester.is_leader
+    assert "leaves leader group" not in relay.text()
+    messages = scene.read(topic)
+    assert sorted(map(identity_of, messages)) == list(range(1, 15_051))
 
 
 @contextmanager

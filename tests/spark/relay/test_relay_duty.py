@@ -139,8 +139,8 @@ def test_a_job_does_not_hide_that_this_process_is_unable(world, watch, away):
     assert world.steps[0][0] - cut_at <= PATIENCE_SECONDS + 3
 
 
-def test_a_job_that_failed_counts_from_its_beginning(world, watch):
-    """Tasks that fail elsewhere after their own patience end the leadership at once, though the driver is able."""
+def test_a_job_after_one_that_failed_is_no_slow_one(world, watch):
+    """Tasks that fail elsewhere after their own patience end the leadership soon, though the driver is able."""
     watch.tries(SLOW)
     world.pass_time(watch, 90)
     assert world.steps == []
