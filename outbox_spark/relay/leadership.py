@@ -28,7 +28,7 @@ class Contender:
 
     def __init__(self, config: HarvestConfig, identity: str, server_id: str, leads: Callable[[bool], None]) -> None:
         self._elector = Neli(NeliConfig.of(config, identity, server_id), self._on_event)
-        self._leads = leads
+        self._on_leading = leads
         self._steps_down = False  # because it cannot work
         self._drain_seconds = config.limits.drain_timeout.total_seconds()
         self._changed = threading.Condition()
@@ -52,7 +52,7 @@ class Contender:
         self._elector.step_down(reason, lambda: not self._busy and is_able())
 
     def _on_event(self, event: Event) -> None:
-        self._leads(isinstance(event, LeaderAcquired))
+        self._on_leading(isinstance(event, LeaderAcquired))
         with self._changed:
             self._announced = self._elector.leadership if isinstance(event, LeaderAcquired) else None
             if isinstance(event, LeaderRevoked):
