@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import psycopg
 
+from outbox_core.row_security import PolicyWatch
+
 SETUP_SECONDS = 10.0
 """The patience with a session that is being set up: a few statements that read the catalogs."""
 
@@ -44,10 +46,12 @@ class BoundedConnection(psycopg.Connection[Row_co]):
     Attributes:
         patience: seconds without a byte of an answer.
         purpose: the statement or the work under way, for the error: no values of rows.
+        policies: the watch over deliberate policies, if its tables have any (`row_security`).
     """
 
     patience = SETUP_SECONDS
     purpose = "the session's first statements"
+    policies: PolicyWatch | None = None
     _given_up: ConnectionGivenUp | None = None
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:

@@ -17,7 +17,7 @@ import psycopg
 from psycopg import errors
 
 from outbox_core.errors import OutboxTableError, RightsMissing, RowsHidden, RowsRemain, StoreSilent, StoreUnavailable
-from outbox_core.row_security import fetch_on, is_refusal, refuse_hidden, set_row_security
+from outbox_core.row_security import fetch_on, is_refusal, refuse_hidden, seeing_all, set_row_security
 from outbox_core.schema import (
     HOLD_COLUMNS,
     REQUIRED_COLUMNS,
@@ -106,7 +106,6 @@ class OutboxTable:
         self._connect_to = data_source, application_name
         self._layout: Layout | None = None
         self._was_altered = False  # since the last mark or scan that succeeded
-        self._has_policies = False  # this connection: deliberate ones, see `row_security`
         self._formatted: dict[tuple[object, ...], str] = {}
 
     # -- connection
@@ -123,7 +122,7 @@ class OutboxTable:
                 self._formatted.clear()
             self.role = connection.info.user
             try:
-                self._has_policies = set_row_security(fetch_on(connection), self._secured_names)
+                connection.policies = set_row_security(fetch_on(connection), self._secured_names)
             except psycopg.Error as error:
                 self.connection = connection  # which is given up
                 self._raise(error)
@@ -187,14 +186,8 @@ class OutboxTable:
 
     def seeing_all(self) -> AbstractContextManager[None]:
         """Return the context of a statement: it raises RowsHidden if policies may have hidden rows from it."""
-        return self._watching() if self._has_policies else nullcontext()
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
         connection = self.connected()
-        with connection.transaction():
-            yield
-            refuse_hidden(fetch_on(connection), self._secured_names)
+        return nullcontext() if connection.policies is None else seeing_all(connection)
 
     @property
     def _secured_names(self) -> list[TableName]:
@@ -261,20 +254,23 @@ class OutboxTable:
         if isinstance(error, errors.InsufficientPrivilege):
             raise RightsMissing(
                 f"missing rights on {self.name}: {message}, for role {quote(self.role)}; "
-                "`outbox schema --grants` prints what it needs"
+                "`outbox schema --grants` prints what it needs",
+                in_doubt=True,
             ) from error
         raise OutboxTableError(f"outbox table {self.name}: {message}") from error
 
     def _refused(self, message: str) -> StoreUnavailable:
         """Return the error for a statement that PostgreSQL refused, as row level security would hide rows from it."""
+        found: StoreUnavailable = RowsHidden(
+            f"{message}, for role {quote(self.role)}: row level security or its policies were changed at this moment, "
+            f"or a trigger of {self.name} meets it on another table; its function needs SET row_security = on"
+        )
         try:
             refuse_hidden(self.query, self._secured_names)
         except StoreUnavailable as error:  # RowsHidden, with the remedy
-            return error
-        return RowsHidden(
-            f"{message}, for role {quote(self.role)}: row level security was switched on or off at this moment, or a "
-            f"trigger of {self.name} meets it on another table; its function needs SET row_security = on"
-        )
+            found = error
+        found.in_doubt = True
+        return found
 
     # -- the table as it is
 

@@ -4,7 +4,6 @@ import threading
 import time
 from contextlib import contextmanager
 from itertools import pairwise
-from uuid import uuid4
 
 import psycopg
 import pytest
@@ -36,15 +35,10 @@ def scene(database, kafka_bootstrap):
 @pytest.fixture
 def role(scene):
     """A role with the harvester's rights that does not own the tables."""
-    name = f"harvests-{uuid4()}"
-    scene.execute(f'CREATE ROLE "{name}" LOGIN')
-    scene.execute(
-        f'GRANT SELECT, UPDATE, DELETE ON outbox TO "{name}"; GRANT SELECT ON SEQUENCE outbox_id_seq TO "{name}"'
-    )
-    scene.execute(f'GRANT SELECT, INSERT, UPDATE, DELETE ON outbox_hold TO "{name}"')
-    yield name
-    scene.close()
-    scene.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"')
+    on_holds = "GRANT SELECT, INSERT, UPDATE, DELETE ON outbox_hold TO {role}"
+    on_sequence = "GRANT SELECT ON SEQUENCE outbox_id_seq TO {role}"
+    with scene.role(f"GRANT SELECT, UPDATE, DELETE ON outbox TO {{role}}; {on_sequence}; {on_holds}") as name:
+        yield name
 
 
 @pytest.fixture(params=["at-least-once", "exactly-once"])
