@@ -1,6 +1,7 @@
 """Mark-purge/reset turn by turn: a table in memory, a Kafka client that is told what to report, and a virtual clock."""
 
 from concurrent.futures import Future
+from itertools import pairwise
 from threading import Event
 from types import SimpleNamespace
 from uuid import uuid4
@@ -97,6 +98,8 @@ class Table:
         return MarkedBatch(len(selected), [row for row in selected if self.marks[row.id] == leader_id])
 
     def find_lost(self, leader_id, known, _):
+        self.log.append(("look", []))
+        self._raise("look")
         lost = [each for each in self.rows if self.marks.get(each) == leader_id and each not in known]
         return MarkedRows(len(lost), min(lost, default=0), max(lost, default=0))
 
@@ -758,6 +761,23 @@ def test_a_key_is_left_out_while_what_was_tried_in_vain_goes_back(world):
     )
     assert marks(world) == [[1], [1], [1, 2]]
     assert world.sent == [1, 1, 2]
+
+
+def test_a_look_for_lost_rows_that_fails_keeps_no_mark_waiting(world, monkeypatch):
+    """However often the look at rows with our own mark fails, a mark from the head comes before the next one."""
+    monkeypatch.setattr(loop_module, "_LOOK_FOR_LOST_EVERY_SECONDS", 0.05)
+
+    def fails():
+        world.table.errors["look"] = StoreUnavailable("too long")
+
+    fails()
+    world.table.add("a")
+    world.run(*[fails] * 10, world.deliver, *[fails] * 10)
+    reads = [what for what, _ in world.log if what in ("mark", "look")]
+    assert reads[0] == "mark", "the first look waits for a mark, too"
+    assert reads.count("look") > 3
+    assert ("look", "look") not in list(pairwise(reads))
+    assert not world.table.rows
 
 
 def test_a_requested_dead_letter_is_sent_and_its_key_goes_on(world):
