@@ -20,6 +20,7 @@ from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic, HarvestContext, HarvestLimits
 from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler, holds
+from outbox_core.harvest.steps import DELETE
 from outbox_core.harvest.watermark import ScanPlan
 from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.kafka.clients import KafkaError, KafkaException
@@ -129,6 +130,7 @@ class Table:
 
     def delete_dead_lettered(self, ids, create_times):
         assert len(ids) == len(create_times)
+        self._raise("letters")
         self.held = HoldSet()
         for each in ids:
             del self.rows[each]
@@ -793,3 +795,25 @@ def test_a_requested_dead_letter_is_sent_and_its_key_goes_on(world):
     assert world.sent == [1, 2]
     assert not world.table.rows
     assert world.loop._lanes.held == 0
+
+
+def test_a_deletion_of_dead_letters_that_was_given_up_is_owed_no_more(world):
+    """After a remark dead letters are sent again: until they have arrived there is nothing to delete."""
+    duty = world.ctx.metrics.activity.duty
+    duty.began(0.0)
+    world.table.add("a")
+    world.table.held = HoldSet(lanes=frozenset({("t", "a")}), requests={1: "boo"})
+
+    def arrives():
+        world.table.errors["letters"] = StoreUnavailable("connection lost")
+        world.table.errors["mark"] = StoreUnavailable("connection lost", in_doubt=True)
+        world.deliver()
+
+    def is_sent_again():
+        assert len(world.events) == 1
+        assert world.sent == [1, 1]
+        assert DELETE not in duty.owed(world.time)
+        world.deliver()
+
+    world.run(*[None] * 6, arrives, *[None] * 12, is_sent_again, *[None] * 6)
+    assert not world.table.rows
