@@ -30,7 +30,7 @@ from outbox_core.schema import (
 from outbox_core.stores.interface import StoredRecord
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection, connect_to_primary, milliseconds, one_line
-from outbox_core.stores.postgres.deadlines import LONG_SECONDS, ConnectionGivenUp
+from outbox_core.stores.postgres.deadlines import LONG_SECONDS, LOOK_SECONDS, ConnectionGivenUp
 
 _log = logging.getLogger(__name__)
 
@@ -219,7 +219,9 @@ class OutboxTable:
     def set_timeout(self, seconds: float) -> None:
         """Give up statements on this connection after so long."""
         self.execute("SELECT set_config('statement_timeout', %s, false)", (milliseconds(seconds),))
-        self.connected().set_patience(seconds or max(LONG_SECONDS, _WHOLE_TABLE_FACTOR * self.statement_timeout))
+        connection = self.connected()
+        connection.set_patience(seconds or max(LONG_SECONDS, _WHOLE_TABLE_FACTOR * self.statement_timeout))
+        connection.looks_after = float("inf") if seconds else LOOK_SECONDS
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
