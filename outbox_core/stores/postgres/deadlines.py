@@ -118,7 +118,7 @@ class BoundedConnection(psycopg.Connection[Row_co]):
             "connect_timeout": _LOOK_TIMEOUT_SECONDS,
         }
         try:
-            psycopg.Connection.connect(info.dsn, **settings).close()
+            BoundedConnection.connect(info.dsn, **settings).close()
         except psycopg.errors.ConnectionTimeout:
             return False
         except psycopg.Error:
