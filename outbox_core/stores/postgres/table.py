@@ -1,7 +1,7 @@
 """The outbox table on its connection: find it, inspect it, send statements to it, and translate their errors.
 
-Each statement is one transaction (autocommit). `synchronous_commit` is always on: a purge that vanished in a crash
-would come back as a repeat.
+Each statement is one transaction (autocommit). `synchronous_commit` is on for all but those of the history alone: a
+purge that vanished in a crash would come back as a repeat.
 """
 
 from __future__ import annotations
