@@ -332,7 +332,8 @@ SELECT has_table_privilege(c.oid, 'INSERT'),
 FROM pg_class AS c WHERE c.oid = to_regclass(%(archive)s)
 """
 
-ROTATE_ARCHIVE = "SELECT {rotate}(%(days)s)"
+# As for the history, without a wait for a synchronous standby: the next one does again what was lost.
+ROTATE_ARCHIVE = "SELECT {rotate}(%(days)s) WHERE {locally}"
 
 # -- holds
 
