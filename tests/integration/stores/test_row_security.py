@@ -125,11 +125,11 @@ def test_store_concludes_nothing_from_hidden_rows(scene, store, role, policies, 
     secure(scene, "outbox")
     for statement in _POLICIES[policies]:
         scene.execute(statement.format(role=role))
-    for _ in range(2):
+    for is_first in (True, False):
         with pytest.raises(RowsHidden, match=r"table public\.outbox has row level security") as raised:
             _CONCLUSIONS[conclusion](store, times)
         assert f'ALTER ROLE "{role}" BYPASSRLS' in str(raised.value)
-        assert raised.value.in_doubt, "the next connection may lead to another server"
+        assert raised.value.in_doubt or not is_first, "the next connection may lead to another server"
     scene.execute("ALTER TABLE outbox DISABLE ROW LEVEL SECURITY")
     assert scene.count("leader_id IS NOT NULL") == 2
     assert len(scene.held()) == 1
