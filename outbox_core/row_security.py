@@ -7,11 +7,14 @@ table of holds that looks empty: each lets something go on, and each may be the 
   when it plans it, with the lock of the table;
 - a role that policies hide nothing from would be refused, too. These are deliberate policies: for each command that the
   role may use, a permissive one for this role or PUBLIC is `true`, and no restrictive one is anything else. For such
-  a role the setting stays `on`, and each statement of the harvester is watched: after it, and before its transaction
-  ends, the policies are looked at again. Whoever changes a policy needs ACCESS EXCLUSIVE on its table, which
-  the statement keeps from him until then: so what is found are the policies that it ran with;
+  a role the setting stays `on`, and each transaction of ours is watched (`seeing_all`): before it ends, the policies
+  of the tables that it has locked are looked at again. Whoever changes a policy needs ACCESS EXCLUSIVE on its table,
+  which the lock keeps from him until then: so what is found are the policies that its statements ran with. Whoever
+  exempts a role (BYPASSRLS, membership in the owner) needs no lock: a table that was not exempt before, and is now, is
+  no evidence, and as a plan made before may live on, the connection is closed;
 - on a connection of the caller's, whose settings are not ours, the question comes before the statement, or is part of
-  one that would do harm.
+  one that would do harm. In a transaction that has one snapshot (REPEATABLE READ, SERIALIZABLE) it would find old
+  policies, while statements run with those of now: there no policy passes for deliberate.
 
 Policies for roles that this one is a member of do not count, as memberships are granted and revoked without a lock.
 Those of a partition do not count either: PostgreSQL applies those of the table that a statement names.
@@ -19,9 +22,9 @@ Those of a partition do not count either: PostgreSQL applies those of the table 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 from outbox_core.errors import RowsHidden
 from outbox_core.schema import TableName
@@ -33,7 +36,7 @@ Fetch = Callable[[str, Sequence[Any]], list[tuple[Any, ...]]]
 # INSERT does not count: what it may not insert is an error.
 _HIDES = """
 row_security_active({oid}) AND (
-    EXISTS (
+    current_setting('transaction_isolation') IN ('repeatable read', 'serializable') OR EXISTS (
         SELECT FROM pg_policy WHERE polrelid = {oid} AND NOT polpermissive AND polcmd <> 'a'
         AND (pg_get_expr(polqual, polrelid) <> 'true' OR pg_get_expr(polwithcheck, polrelid) <> 'true')
     ) OR EXISTS (
@@ -50,13 +53,18 @@ row_security_active({oid}) AND (
 )
 """
 
-_SECURED = f"""
+_FIND = f"""
 SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname), {_HIDES.format(oid="c.oid").strip()},
        (SELECT string_agg(quote_ident(polname), ', ' ORDER BY polname) FROM pg_policy WHERE polrelid = c.oid),
-       quote_ident(current_user)
+       quote_ident(current_user), NOT row_security_active(c.oid), current_setting('transaction_isolation')
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-WHERE c.oid = ANY (ARRAY[{{tables}}]::oid[]) AND row_security_active(c.oid)
+WHERE c.oid = ANY (ARRAY[{{tables}}]::oid[]) AND c.relrowsecurity {{condition}}
 ORDER BY 1
+"""
+
+_IS_LOCKED = """
+AND c.oid = ANY (ARRAY(SELECT relation FROM pg_locks
+                       WHERE pid = pg_backend_pid() AND locktype = 'relation' AND granted))
 """
 
 _SET = "SELECT set_config('row_security', %s, false)"
@@ -64,15 +72,18 @@ _REFUSES = "check_enable_rls"  # the function of PostgreSQL whose error it is: i
 
 
 class Secured(NamedTuple):
-    """A table with row level security that counts for the role: not for its owner, say.
+    """A table with row level security.
 
-    `table` and `role` are as statements name them; `policies` are names, None if it has none.
+    `table` and `role` are as statements name them; `policies` are names, None if it has none. It does not count for a
+    role that is exempt, as the table's owner is. `isolation` is the level of the transaction that looked.
     """
 
     table: str
     hides: bool
     policies: str | None
     role: str
+    is_exempt: bool
+    isolation: str
 
     @property
     def description(self) -> str:
@@ -106,7 +117,12 @@ def hides_sql(table: TableName) -> str:
 
 def secured_tables(fetch: Fetch, tables: Sequence[TableName]) -> list[Secured]:
     """Return those of these tables whose row level security counts for the session's role; others may be missing."""
-    statement = _SECURED.format(tables=", ".join(["to_regclass(%s)"] * len(tables)))
+    return [table for table in _find(fetch, tables) if not table.is_exempt]
+
+
+def _find(fetch: Fetch, tables: Sequence[TableName], condition: str = "") -> list[Secured]:
+    """Return those of these tables that have row level security."""
+    statement = _FIND.format(tables=", ".join(["to_regclass(%s)"] * len(tables)), condition=condition)
     return [Secured(*row) for row in fetch(statement, [table.quoted for table in tables])]
 
 
@@ -117,15 +133,69 @@ def refuse_hidden(fetch: Fetch, tables: Sequence[TableName]) -> None:
         raise hidden(hiding)
 
 
-def set_row_security(fetch: Fetch, tables: Sequence[TableName]) -> bool:
+class PolicyWatch(NamedTuple):
+    """The watch over a session of ours whose tables have deliberate policies.
+
+    `exempt` are those of its tables whose row level security did not count for the role when the session began.
+    """
+
+    tables: Sequence[TableName]
+    exempt: frozenset[str]
+
+    def look(self, fetch: Fetch) -> None:
+        """Raise RowsHidden if policies may have hidden rows from the statements of the transaction under way."""
+        found = _find(fetch, self.tables, _IS_LOCKED)
+        hiding = [table for table in found if table.hides]
+        if hiding:
+            raise hidden(hiding)
+        for table in found:
+            if table.is_exempt and table.table not in self.exempt:
+                raise RowsHidden(
+                    f"{table.description}, which stopped counting for role {table.role} at this moment: the statement "
+                    "may have been planned before, and is repeated over a new connection"
+                )
+
+
+class WatchedConnection(Protocol):
+    """A connection of psycopg 3 whose session is ours."""
+
+    policies: PolicyWatch | None
+
+    def transaction(self) -> Any:
+        """Return the context of a transaction."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+def set_row_security(fetch: Fetch, tables: Sequence[TableName]) -> PolicyWatch | None:
     """Have PostgreSQL refuse, for the rest of a session of ours, to hide rows.
 
-    Return True if it is not to refuse, as these tables have deliberate policies, which hide nothing.
+    Return the watch over its transactions if it is not to refuse, as these tables have deliberate policies, which hide
+    nothing; else None.
     """
-    secured = secured_tables(fetch, tables)
-    is_deliberate = bool(secured) and not any(table.hides for table in secured)
+    found = _find(fetch, tables)
+    counting = [table for table in found if not table.is_exempt]
+    is_deliberate = bool(counting) and not any(table.hides for table in counting)
     fetch(_SET, ["on" if is_deliberate else "off"])
-    return is_deliberate
+    return PolicyWatch(tables, frozenset({t.table for t in found if t.is_exempt})) if is_deliberate else None
+
+
+@contextmanager
+def seeing_all(connection: WatchedConnection) -> Iterator[None]:
+    """Run statements of ours as a transaction that ends well only if no policy may have hidden rows from them.
+
+    Raises RowsHidden, and closes the connection: its plans may be those of policies that do not count any more.
+    """
+    try:
+        with connection.transaction():
+            yield
+            if connection.policies is not None:
+                connection.policies.look(fetch_on(connection))
+    except RowsHidden as error:
+        connection.close()
+        error.in_doubt = True  # whatever was concluded over this connection: the next one may lead to another server
+        raise
 
 
 def fetch_on(connection: Any, seconds: float | None = None, purpose: str = "row level security") -> Fetch:
@@ -150,8 +220,14 @@ def is_refusal(error: Any) -> bool:
 
 def hidden(hiding: Iterable[Secured]) -> RowsHidden:
     """Return the error for tables whose policies hide rows."""
-    described = "; ".join(
-        f"{table.description}, which hides rows from role {table.role}, or keeps it from changing them: {table.remedy}"
-        for table in hiding
-    )
+    described = "; ".join(_hiding(table) for table in hiding)
     return RowsHidden(f"{described}. Until then nothing is concluded from rows that are not seen")
+
+
+def _hiding(table: Secured) -> str:
+    what = f"which hides rows from role {table.role}, or keeps it from changing them"
+    remedy = table.remedy
+    if table.isolation in ("repeatable read", "serializable"):
+        what = f"and a transaction of isolation level {table.isolation} cannot see what that hides now"
+        remedy = f"use read committed; or {remedy}"
+    return f"{table.description}, {what}: {remedy}"

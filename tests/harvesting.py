@@ -216,6 +216,18 @@ class Scene:
         """Count the rows that fulfil the condition."""
         return self.execute(f"SELECT count(*) FROM {self.table.quoted} WHERE {condition}")[0].count
 
+    @contextmanager
+    def role(self, grants):
+        """Make a role that may log in, and owns nothing; `grants` are statements with `{role}`. Yield its name."""
+        name = f"harvests {uuid4()}"
+        quoted = f'"{name}"'
+        self.execute(f"CREATE ROLE {quoted} LOGIN; {grants.format(role=quoted)}")
+        try:
+            yield name
+        finally:
+            self.close()  # the harvesters that use it
+            self.execute(f"DROP OWNED BY {quoted}; DROP ROLE {quoted}")
+
     # -- its holds
 
     def held(self, **which):

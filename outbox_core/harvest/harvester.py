@@ -149,7 +149,7 @@ class Harvester:
         check_connection(self.config.base_kafka_config)
         self._transactions = TransactionalIdentity.of(self.config, identity.outbox, self._reached)
         if self.config.delivery == "exactly-once":
-            self._transactions.ensure_topic()
+            self._transactions.ensure_topic(at_start=True)
             self._transactions.new_producer().discard()  # finds wrong settings now
         self._commit_listener = self._parts.commit_listener(self._commits)
         parts.callback(self._topic_limits.close)  # a reference to this object keeps no Kafka client

@@ -18,7 +18,7 @@ from typing import TypeVar
 from outbox_core.election.lease import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError, must
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.steps import BEGIN, STATEMENT, WHOLE_TABLE, Step
+from outbox_core.harvest.steps import BEGIN, HOLDS, STATEMENT, WHOLE_TABLE, Step
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Opening
@@ -177,7 +177,7 @@ class Recovery:
 
     def refuse_marks(self) -> None:
         """Hold the marked rows that an at-least-once leader left; raise MarkedRowsFound without a table of holds."""
-        marked = self._ask(lambda store: store.marks.count(), WHOLE_TABLE)
+        marked = self._ask_all(lambda store: store.marks.count())
         if marked is None:
             return
         ids = f"ids {marked.first} to {marked.last}"
@@ -185,8 +185,8 @@ class Recovery:
         if self._transactions.accept_marked:
             if marked.number:
                 _log.warning("%s: what it had sent is repeated", what)
-                self._ask(lambda store: store.marks.clear(), WHOLE_TABLE)
-            released = self._ask(lambda store: store.marks.release_held(), WHOLE_TABLE)
+                self._ask_all(lambda store: store.marks.clear())
+            released = self._ask_all(lambda store: store.marks.release_held())
             if released:
                 _log.warning("released %s held for a mark", plural(released, "row"))
         elif marked.number:
@@ -208,8 +208,18 @@ class Recovery:
                 "list`. Release or skip them; --accept-marked releases all of them",
                 what,
             )
-            while self._ask(lambda store: store.marks.hold(_AT_ONCE), WHOLE_TABLE):
+            while self._ask_all(lambda store: store.marks.hold(_AT_ONCE)):
                 pass
 
     def _ask(self, question: Callable[[OutboxStore], T], step: Step = STATEMENT) -> T | None:
         return self._wait.retry_until_done(self._ctx.marker, question, step)
+
+    def _ask_all(self, question: Callable[[OutboxStore], T]) -> T | None:
+        """Ask what reads the whole table. Nobody owes it, so something short that is owed comes before each try."""
+
+        def ask(store: OutboxStore) -> T:
+            with self._ctx.metrics.activity.statement(*HOLDS):
+                store.holds.read()
+            return question(store)
+
+        return self._ask(ask, WHOLE_TABLE)

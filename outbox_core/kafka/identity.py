@@ -122,13 +122,16 @@ class TransactionalIdentity:
         width = partition_count(self.kafka, self.relay_topic) if self.relay_topic else 0
         return [self.of_shard(shard) for shard in range(width)]
 
-    def ensure_topic(self) -> None:
-        """Make the tracking topic if it is missing, and check it; raise KafkaUnavailable or TrackingTopicError."""
+    def ensure_topic(self, *, at_start: bool = False) -> None:
+        """Make the tracking topic if it is missing, and check it; raise KafkaUnavailable or TrackingTopicError.
+
+        One that a broker has made meanwhile gets its settings; but none `at_start`, when its name may be wrong.
+        """
 
         def is_ours() -> bool:
             return holds_only_ours(self.kafka, self.group, self.tracking_topic, self.transactional_id)
 
-        ensure_tracking_topic(self.kafka, self.tracking_topic, is_ours)
+        ensure_tracking_topic(self.kafka, self.tracking_topic, (lambda: False) if at_start else is_ours)
 
     def new_producer(self) -> RecordProducer:
         """Make a producer for one term."""

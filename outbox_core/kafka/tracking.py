@@ -122,12 +122,18 @@ def holds_only_ours(kafka: Mapping[str, Any], group: str, topic: str, transactio
                 start = TopicPartition(*place, 0)
                 reader = PartitionReader(consumer, [start], {place: end}, on_error=fail, give_up=check_patience)
                 for [first] in reader:
-                    if not (first.key() or b"").startswith(transactional_id.encode()):
+                    if not _is_of(transactional_id, first.key()):
                         return False
                     break
     except KafkaException as error:
         raise KafkaUnavailable(f"topic {topic!r} cannot be read: {error.args[0].str()}") from None
     return True
+
+
+def _is_of(transactional_id: str, key: bytes | None) -> bool:
+    """Tell whether a record's key is that of a transactional.id, of what belongs to it, or of one of its shards."""
+    name, wanted = key or b"", transactional_id.encode()
+    return name == wanted or name.startswith(wanted + b":")
 
 
 class LedgerReader:
@@ -190,7 +196,7 @@ class LedgerReader:
                 last, torn, foreign = message, None, None
             elif key == opening:
                 torn = message
-            elif key is None or not key.startswith(wanted + b":"):
+            elif not _is_of(transactional_id, key):
                 foreign = message
         return last, torn, foreign
 

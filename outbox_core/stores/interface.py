@@ -420,7 +420,7 @@ class HistoryStore(Protocol):
     """The history of an outbox. An outbox may have none: then nothing is written, and no error says so."""
 
     def add_events(self, events: Sequence[NewEvent]) -> None:
-        """Write events."""
+        """Write events, but for those that are there already."""
 
     def add_statistics(self, statistics: NewStatistics) -> None:
         """Write a row of statistics."""

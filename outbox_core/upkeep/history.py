@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 STATISTICS_EVERY_SECONDS = 10.0
 _PRUNE_EVERY_SECONDS = 600.0
 _MOST_EVENTS = 1_000
+_SILENT_PAUSE_SECONDS = 60.0  # what was not answered may be under way, and occupies a process of the server
 _KINDS = {
     LeaderAcquired: EventKind.LEADER_ACQUIRED,
     LeaderRevoked: EventKind.LEADER_HANDED_OVER,
@@ -51,6 +52,7 @@ class HistoryWriter:
         self._interval: _Interval | None = None
         self._pruned_at = float("-inf")
         self._outage = Outage("writing the history", _log)
+        self._write_at = float("-inf")  # not before
 
     def note(self, event: Event) -> None:
         """Keep a leadership event until it is written."""
@@ -62,6 +64,8 @@ class HistoryWriter:
 
     def write(self, history: HistoryStore, backlog: Backlog | None, *, leads: bool) -> None:
         """Write what there is to write; what the database does not take now is kept for later."""
+        if self._clock() < self._write_at:
+            return
         try:
             self._write_events(history)
             if leads:
@@ -70,6 +74,8 @@ class HistoryWriter:
                 self._interval = None
         except (StoreSilent, OutboxTableError, RightsMissing) as error:  # other connections may be well
             self._outage.failed(error)
+            if isinstance(error, StoreSilent):
+                self._write_at = self._clock() + _SILENT_PAUSE_SECONDS
             return
         except StoreUnavailable:
             return  # the harvest thread says so

@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_core.errors import InvalidConfig, StoreUnavailable
+from outbox_core.row_security import seeing_all
 from outbox_core.schema import TableName
 from outbox_spark.config import AuditSettings, AuditSide, SnapshotTable
 from outbox_spark.pipelines.archive import must_be_archive, open_archive, within
@@ -108,7 +109,7 @@ def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, s
     named = table.table
     try:
         connection, (name,) = connect(table.dsn, named, what=f"audit of {named}")
-        with connection:
+        with connection, seeing_all(connection):
             (database,) = connection.execute("SELECT current_database()").fetchone() or ("",)
             firsts = [first for (first,) in connection.execute(_FIRSTS.format(table=name.quoted))]
             (last,) = connection.execute(f"SELECT max(id) FROM {name.quoted}").fetchone() or (None,)
@@ -127,7 +128,7 @@ def read_table(
     def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         connection, (name,) = connect(dsn, table, what=f"audit of {table}")
         statement = _ROWS.format(table=with_parameters(name))
-        with connection:
+        with connection, seeing_all(connection):
             connection.execute("SET TIME ZONE 'UTC'")
             for batch in batches:
                 for place in zip(*batch.to_pydict().values(), strict=True):

@@ -40,7 +40,7 @@ def connect(
         found = pin_search_path(connection, *names)
         tables = [name if name.schema else TableName(name.table, first) for name in found]
         if tables:  # nothing is concluded from rows that a policy hides: PostgreSQL refuses such a statement
-            set_row_security(fetch_on(connection), tables)
+            connection.policies = set_row_security(fetch_on(connection), tables)
         connection.autocommit = autocommit
         connection.set_patience(0.0, purpose=what)
     except psycopg.Error as error:

@@ -16,6 +16,7 @@ import psycopg
 
 from outbox_core.errors import OutboxTableError
 from outbox_core.kafka.reader import Place
+from outbox_core.row_security import seeing_all
 from outbox_spark.postgres.connection import connect, one_line, with_parameters
 from outbox_spark.postgres.projection import QUARANTINE_COLUMNS, Misfit, ProjectedRecord, Projection, quoted
 from outbox_spark.topics.positions import Positions
@@ -32,7 +33,10 @@ _QUARANTINE = "INSERT INTO {quarantine} ({columns}) VALUES ({values}) ON CONFLIC
 
 
 class ProjectionStore:
-    """A connection to a projection's database. Used by one thread. Raises InvalidConfig and StoreUnavailable."""
+    """A connection to a projection's database. Used by one thread.
+
+    Raises InvalidConfig and StoreUnavailable, RowsHidden among these.
+    """
 
     def __init__(self, dsn: str, projection: Projection) -> None:
         name = f"outbox-spark {projection.query}"
@@ -66,18 +70,18 @@ class ProjectionStore:
     def positions(self) -> Positions:
         """Return the next offset of each partition."""
         statement = _READ_POSITIONS.format(positions=with_parameters(self._projection.positions))
-        with self._connection.transaction():
+        with seeing_all(self._connection):
             found = self._connection.execute(statement, (self._projection.query,)).fetchall()
         return {(topic, partition): offset for topic, partition, offset in found}
 
     def advance(self, positions: Positions) -> None:
         """Advance positions; later ones stay."""
-        with self._connection.transaction():
+        with seeing_all(self._connection):
             _advance(self._connection, self._projection, positions)
 
     def write(self, records: Iterable[ProjectedRecord], end: Positions) -> dict[str, int]:
         """Write records of whole partitions, by offset, and their `end` in one transaction; return counts."""
-        with self._connection.transaction():
+        with seeing_all(self._connection):
             return _Writing(self._connection, self._projection, end).run(records)
 
 

@@ -2,12 +2,13 @@
 
 from contextlib import closing
 from dataclasses import replace
+from uuid import uuid4
 
 import psycopg
 import pyarrow as pa
 import pytest
 
-from outbox_core.errors import InvalidConfig
+from outbox_core.errors import InvalidConfig, RowsHidden
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 from outbox_core.stores.interface import RowQuery
 from outbox_spark.cli.doctor import _postgres as look_at_projection
@@ -136,6 +137,34 @@ def test_a_relay_calls_no_functions_of_others(among_others):
             rows += store.scan_shard(RowQuery(10), replace(wanted, is_settled=False, after=2))
             assert sum(map(len, store.read_shard(wanted.number, 2))) <= 2
         assert store.delete_published([row.id for row in rows], [row.create_time for row in rows]) == 2
+
+
+def test_a_policy_that_hides_rows_is_found_before_the_commit(among_others):
+    """Under deliberate policies neither a projection nor an audit concludes anything once a policy hides rows."""
+    role, database = f"projects {uuid4()}", psycopg.conninfo.conninfo_to_dict(among_others)["dbname"]
+    source = psycopg.conninfo.make_conninfo(among_others, user=role)
+    with psycopg.connect(among_others, autocommit=True) as owner:
+        with ProjectionStore(among_others, _projection()) as store:
+            store.prepare()
+        owner.execute(f'CREATE ROLE "{role}" LOGIN; GRANT ALL ON ALL TABLES IN SCHEMA public TO "{role}"')
+        owner.execute(f'GRANT TEMPORARY ON DATABASE "{database}" TO "{role}"')
+        for table in ("outbox", "outbox_spark_positions"):
+            owner.execute(f"CREATE POLICY everything ON {table} USING (true)")
+            owner.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
+        with ProjectionStore(source, _projection()) as store:
+            store.advance({("t", 0): 5})
+            assert store.positions() == {("t", 0): 5}
+            owner.execute("ALTER POLICY everything ON outbox_spark_positions USING (false) WITH CHECK (true)")
+            with pytest.raises(RowsHidden, match="outbox_spark_positions"):
+                store.positions()
+
+        def ranges():
+            owner.execute("ALTER POLICY everything ON outbox USING (false)")  # the reader is connected
+            yield pa.RecordBatch.from_pydict({"first": [1], "last": [2]})
+
+        with pytest.raises(RowsHidden, match=r"public\.outbox"):
+            list(read_table(source, TableName("outbox"), "o")(ranges()))
+        owner.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
 
 
 def test_tables_are_found_and_made_by_the_sessions_own_path(database):

@@ -85,7 +85,8 @@ _REPORTS_LATE_SECONDS = 2.0  # librdkafka looks for messages that are too old on
 _FIRST_RIVALS_BACKOFF_SECONDS = 0.05
 _LONGEST_RIVALS_BACKOFF_SECONDS = 5.0
 _LOOK_FOR_LOST_EVERY_SECONDS = 60.0
-_LOOK_FOR_LOST_REST = 60  # times as long as it took
+_LOOK_FOR_LOST_REST = 60  # times as long as the mark took, which walks as far
+_NEVER = float("inf")
 
 
 class _MarkRequest(NamedTuple):
@@ -140,7 +141,7 @@ class AtLeastOnce:
         self._request = _MarkRequest()
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._rivals_backoff = 0.0
-        self._look_for_lost_at = now() + _LOOK_FOR_LOST_EVERY_SECONDS
+        self._look_for_lost_at = _NEVER  # until a mark from the head has succeeded
         self._settle: StoreCall[bool] = StoreCall(ctx.purger, ctx, PURGE)
         self._being_settled = _Rows([], [])
         self._to_settle = _Rows([], [])
@@ -267,16 +268,14 @@ class AtLeastOnce:
         """Look for rows that carry our mark and are not in our hands, in place of a mark, which never returns them."""
         leader_id, known, holds = self.leader_id, self._lanes.marked_ids, query.holds
         self._request = _MarkRequest()
+        self._look_for_lost_at = _NEVER
 
         def look(store: OutboxStore) -> _Marked:
-            began = now()
-            lost = store.find_lost(leader_id, known, query)
-            return _Marked(_NOTHING_MARKED, holds, took=now() - began, lost=lost)
+            return _Marked(_NOTHING_MARKED, holds, lost=store.find_lost(leader_id, known, query))
 
         self._mark.start(look)
 
-    def _see_lost(self, lost: MarkedRows, took: float) -> None:
-        self._look_for_lost_at = now() + max(_LOOK_FOR_LOST_EVERY_SECONDS, _LOOK_FOR_LOST_REST * took)
+    def _see_lost(self, lost: MarkedRows) -> None:
         if lost.number and not self._remark:
             _log.warning(
                 "%s of the outbox (ids %d to %d) carry the mark of this leadership, which does not know them: they "
@@ -315,12 +314,12 @@ class AtLeastOnce:
             self._remark_if_in_doubt(error)
             return
         if marked.lost is not None:
-            self._see_lost(marked.lost, marked.took)
+            self._see_lost(marked.lost)
             return
         self._release(failures.apply_holds(marked.holds, self._lanes))
         batch = marked.batch
         if request.plan is not None:
-            self._see(batch.records, request.limit, marked.took)
+            self._see(request.plan, batch.records, request.limit, marked.took)
         is_ours_alone = batch.selected == len(batch.records) and not self._lanes.knows_any(batch.records)
         if request.limit and (self._remark or not is_ours_alone):
             self._to_settle.reset.extend(map(row_id, batch.records))
@@ -339,8 +338,10 @@ class AtLeastOnce:
             self._ctx.batches.meet(set(map(_topic_of, letters)))
             self._release(self._lanes.admit(letters))
 
-    def _see(self, records: Sequence[StoredRecord], limit: int, took: float) -> None:
-        """Schedule the next mark by what the last one found."""
+    def _see(self, plan: ScanPlan, records: Sequence[StoredRecord], limit: int, took: float) -> None:
+        """Schedule the next mark by what the last one found, and the next look for lost rows."""
+        if plan.floor is NO_FLOOR and self._look_for_lost_at == _NEVER:
+            self._look_for_lost_at = now() + max(_LOOK_FOR_LOST_EVERY_SECONDS, _LOOK_FOR_LOST_REST * took)
         if records:
             is_full = len(records) == limit or bytes_of(records) >= self._ctx.limits.mark_query_bytes
             self._schedule.found_rows(more=is_full)

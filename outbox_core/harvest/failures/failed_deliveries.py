@@ -22,7 +22,7 @@ from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, split_letters
 from outbox_core.harvest.failures.policy import Decision, decide, destination_of
-from outbox_core.harvest.steps import DEAD_LETTERS, HOLDS
+from outbox_core.harvest.steps import DEAD_LETTERS, DELETE, HOLDS
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure
@@ -178,9 +178,10 @@ class FailedDeliveries(FailureHandler):
     def leader_id_renewed(self) -> None:
         """Forget what was under way: all of it is in the table, without a mark of ours.
 
-        So are dead letters that could not be deleted: they are sent again.
+        So are dead letters that could not be deleted: they are sent again, and until then nothing is to be deleted.
         """
         self._arrived.clear()
+        self._ctx.metrics.activity.duty.dropped(DELETE)
         self.tried.clear()
         self._letters.clear()
 

@@ -10,6 +10,9 @@ psycopg carries out each call on a connection, `COPY` and `COMMIT` included, as 
 resumes when the socket is ready, and with nothing in hand each tenth of a second. The deadline is looked at there, on
 the thread that waits: no other thread is needed, a descriptor cannot be another connection's by then, and a process
 that was forked has the same.
+
+A statement that reads a whole table has no such timeout, and may be silent for long. While a harvester waits for one,
+it sees now and then if the server takes another connection: one that does not is not at work on the statement, either.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any, TypeVar
 
 import psycopg
 
+from outbox_core.row_security import PolicyWatch
+
 SETUP_SECONDS = 10.0
 """The patience with a session that is being set up: a few statements that read the catalogs."""
 
@@ -29,6 +34,11 @@ GRACE_SECONDS = 10.0
 
 LONG_SECONDS = 900.0
 """The patience with statements that have no timeout, as they read whole tables or build indexes."""
+
+LOOK_SECONDS = 15.0
+"""The silence of a statement that reads a whole table before it is seen if the server takes another connection."""
+
+_LOOK_TIMEOUT_SECONDS = 10
 
 T = TypeVar("T")
 Row_co = TypeVar("Row_co", covariant=True)
@@ -44,10 +54,15 @@ class BoundedConnection(psycopg.Connection[Row_co]):
     Attributes:
         patience: seconds without a byte of an answer.
         purpose: the statement or the work under way, for the error: no values of rows.
+        looks_after: seconds of silence after which, again and again, it is seen if the server takes another connection.
+        policies: the watch over deliberate policies, if its tables have any (`row_security`).
     """
 
     patience = SETUP_SECONDS
     purpose = "the session's first statements"
+    looks_after = float("inf")
+    policies: PolicyWatch | None = None
+    _looked_at = 0.0
     _given_up: ConnectionGivenUp | None = None
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
@@ -68,10 +83,9 @@ class BoundedConnection(psycopg.Connection[Row_co]):
                 ready = yield wanted
                 if ready:
                     heard_at = time.monotonic()
-                elif self._given_up is None and time.monotonic() - heard_at >= self.patience:
+                elif self._given_up is None and (complaint := self._complaint(heard_at)):
                     self._given_up = ConnectionGivenUp(
-                        f"{self._place()} has not answered for {self.patience:.0f} s ({self.purpose}); the connection "
-                        "was given up"
+                        f"{self._place()} {complaint} ({self.purpose}); the connection was given up"
                     )
                     self._shut_down()
                 wanted = gen.send(ready)
@@ -82,6 +96,34 @@ class BoundedConnection(psycopg.Connection[Row_co]):
             if self._given_up is not None:
                 raise self._given_up from error
             raise
+
+    def _complaint(self, heard_at: float) -> str:
+        """Return why there is nothing to wait for any more; '' if there is."""
+        silence = time.monotonic() - heard_at
+        if silence >= self.patience:
+            return f"has not answered for {self.patience:.0f} s"
+        if silence < self.looks_after or time.monotonic() - self._looked_at < self.looks_after:
+            return ""
+        takes_others = self._takes_others()
+        self._looked_at = time.monotonic()
+        return "" if takes_others else f"has not answered for {silence:.0f} s, and takes no other connection"
+
+    def _takes_others(self) -> bool:
+        """Tell whether the server answers another connection, be it to refuse it."""
+        info = self.info
+        settings: dict[str, Any] = {
+            "host": info.host,
+            "port": info.port,
+            "password": info.password,
+            "connect_timeout": _LOOK_TIMEOUT_SECONDS,
+        }
+        try:
+            BoundedConnection.connect(info.dsn, **settings).close()
+        except psycopg.errors.ConnectionTimeout:
+            return False
+        except psycopg.Error:
+            return True
+        return True
 
     def _place(self) -> str:
         info = self.info

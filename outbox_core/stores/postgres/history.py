@@ -37,7 +37,7 @@ class PostgresHistory:
         self._has_warned = False
 
     def add_events(self, events: Sequence[NewEvent]) -> None:
-        """Write events, unless there is no table of them."""
+        """Write events, but for those that are there already, unless there is no table of them."""
         if not self._writable()[1]:
             return
         for event in events:

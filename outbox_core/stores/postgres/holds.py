@@ -217,7 +217,8 @@ class PostgresHolds:
         except RightsMissing as error:
             table, cause = self._table, error.__cause__
             why = one_line(cause) if isinstance(cause, psycopg.Error) else str(error)
-            raise RightsMissing(f"{table.hold_name}: {why}; {table.grant_holds()}") from error
+            message = f"{table.hold_name}: {why}; {table.grant_holds()}"
+            raise RightsMissing(message, in_doubt=error.in_doubt) from error
 
 
 def _hold_set(holds: Sequence[_Hold], *, may_change: bool) -> HoldSet:

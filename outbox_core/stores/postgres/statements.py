@@ -342,7 +342,8 @@ SELECT has_table_privilege(c.oid, 'INSERT'),
 FROM pg_class AS c WHERE c.oid = to_regclass(%(archive)s)
 """
 
-ROTATE_ARCHIVE = "SELECT {rotate}(%(days)s)"
+# As for the history, without a wait for a synchronous standby: the next one does again what was lost.
+ROTATE_ARCHIVE = "SELECT {rotate}(%(days)s) WHERE {locally}"
 
 # -- holds
 
@@ -450,26 +451,39 @@ SELECT has_table_privilege(to_regclass(%(statistics)s)::oid, 'INSERT')
            AND NOT row_security_active(to_regclass(%(events)s)::oid)
 """
 
+# The history is worth no wait for a synchronous standby: where that is away each commit waits for it, also when its
+# client has given up and comes back, and the server's processes pile up.
+LOCALLY = "(SELECT set_config('synchronous_commit', 'local', true)) = 'local'"
+
 ADD_STATISTICS = """
 INSERT INTO {statistics} (outbox, instance, interval_seconds, published, failed, published_bytes, deliverable,
                           deliverable_age, held, held_age, latency_p50, latency_p99)
-VALUES (%(outbox)s, %(instance)s, %(interval_seconds)s, %(published)s, %(failed)s, %(published_bytes)s,
-        %(deliverable)s, %(deliverable_age)s, %(held)s, %(held_age)s, %(latency_p50)s, %(latency_p99)s)
+SELECT %(outbox)s, %(instance)s, %(interval_seconds)s, %(published)s, %(failed)s, %(published_bytes)s,
+       %(deliverable)s, %(deliverable_age)s, %(held)s, %(held_age)s, %(latency_p50)s, %(latency_p99)s
+WHERE {locally}
 """
 
-# By the database's clock, like all times here: the harvester says only how long ago it was.
+# By the database's clock, like all times here: the harvester says only how long ago it was. An event may have been
+# written although its client gave up: it is one of the last ones then.
 ADD_EVENT = """
 INSERT INTO {events} (create_time, outbox, kind, actor, reason, leader_id, term)
-VALUES (clock_timestamp() - make_interval(secs => %(age_seconds)s), %(outbox)s, %(kind)s, %(actor)s, %(reason)s,
-        %(leader_id)s, %(term)s)
+SELECT clock_timestamp() - make_interval(secs => %(age_seconds)s), %(outbox)s::text, %(kind)s::text, %(actor)s::text,
+       %(reason)s, %(leader_id)s::uuid, %(term)s::bigint
+WHERE {locally} AND NOT EXISTS (
+    SELECT FROM (SELECT * FROM {events} ORDER BY id DESC LIMIT 1000) AS latest
+    WHERE outbox = %(outbox)s::text AND kind = %(kind)s::text AND actor = %(actor)s::text
+      AND leader_id IS NOT DISTINCT FROM %(leader_id)s::uuid AND term IS NOT DISTINCT FROM %(term)s::bigint
+)
 """
 
 PRUNE_STATISTICS = """
-DELETE FROM {statistics} WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s)
+DELETE FROM {statistics}
+WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s) AND {locally}
 """
 
 PRUNE_EVENTS = """
-DELETE FROM {events} WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s)
+DELETE FROM {events}
+WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s) AND {locally}
 """
 
 # Part of the statement that changes holds, so that no change is without its event. {changed} returns topic, key, record
@@ -587,6 +601,7 @@ FRAGMENTS = {
     "is_of_record": IS_OF_RECORD,
     "above": ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
     "digest": KEY_DIGEST_PREFIX,
+    "locally": LOCALLY,
     "first_of_relays": relay_marks.FIRST,
     "last_of_relays": relay_marks.LAST,
 }

@@ -1,7 +1,7 @@
 """The outbox table on its connection: find it, inspect it, send statements to it, and translate their errors.
 
-Each statement is one transaction (autocommit). `synchronous_commit` is always on: a purge that vanished in a crash
-would come back as a repeat.
+Each statement is one transaction (autocommit). `synchronous_commit` is on for all but those of the history alone: a
+purge that vanished in a crash would come back as a repeat.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outbox_core.errors import (
     StoreSilent,
     StoreUnavailable,
 )
-from outbox_core.row_security import fetch_on, is_refusal, refuse_hidden, set_row_security
+from outbox_core.row_security import fetch_on, is_refusal, refuse_hidden, seeing_all, set_row_security
 from outbox_core.schema import (
     HOLD_COLUMNS,
     REQUIRED_COLUMNS,
@@ -38,7 +38,7 @@ from outbox_core.schema import (
 from outbox_core.stores.interface import StoredRecord
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection, connect_to_primary, milliseconds, one_line
-from outbox_core.stores.postgres.deadlines import LONG_SECONDS, ConnectionGivenUp
+from outbox_core.stores.postgres.deadlines import LONG_SECONDS, LOOK_SECONDS, ConnectionGivenUp
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,6 @@ class OutboxTable:
         self._connect_to = data_source, application_name
         self._layout: Layout | None = None
         self._was_altered = False  # since the last mark or scan that succeeded
-        self._has_policies = False  # this connection: deliberate ones, see `row_security`
         self._formatted: dict[tuple[object, ...], str] = {}
 
     # -- connection
@@ -131,7 +130,7 @@ class OutboxTable:
                 self._formatted.clear()
             self.role = connection.info.user
             try:
-                self._has_policies = set_row_security(fetch_on(connection), self._secured_names)
+                connection.policies = set_row_security(fetch_on(connection), self._secured_names)
             except psycopg.Error as error:
                 self.connection = connection  # which is given up
                 self._raise(error)
@@ -195,14 +194,8 @@ class OutboxTable:
 
     def seeing_all(self) -> AbstractContextManager[None]:
         """Return the context of a statement: it raises RowsHidden if policies may have hidden rows from it."""
-        return self._watching() if self._has_policies else nullcontext()
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
         connection = self.connected()
-        with connection.transaction():
-            yield
-            refuse_hidden(fetch_on(connection), self._secured_names)
+        return nullcontext() if connection.policies is None else seeing_all(connection)
 
     @property
     def _secured_names(self) -> list[TableName]:
@@ -234,7 +227,9 @@ class OutboxTable:
     def set_timeout(self, seconds: float) -> None:
         """Give up statements on this connection after so long."""
         self.execute("SELECT set_config('statement_timeout', %s, false)", (milliseconds(seconds),))
-        self.connected().set_patience(seconds or max(LONG_SECONDS, _WHOLE_TABLE_FACTOR * self.statement_timeout))
+        connection = self.connected()
+        connection.set_patience(seconds or max(LONG_SECONDS, _WHOLE_TABLE_FACTOR * self.statement_timeout))
+        connection.looks_after = float("inf") if seconds else LOOK_SECONDS
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
@@ -271,20 +266,24 @@ class OutboxTable:
         if isinstance(error, errors.InsufficientPrivilege):
             raise RightsMissing(
                 f"missing rights on {self.name}: {message}, for role {quote(self.role)}; "
-                "`outbox schema --grants` prints what it needs"
+                "`outbox schema --grants` prints what it needs",
+                in_doubt=True,
             ) from error
         raise OutboxTableError(f"outbox table {self.name}: {message}") from error
 
     def _refused(self, message: str) -> StoreUnavailable:
         """Return the error for a statement that PostgreSQL refused, as row level security would hide rows from it."""
+        found: StoreUnavailable = RowsHidden(
+            f"{message}, for role {quote(self.role)}: row level security or its policies were changed at this moment, "
+            f"or a trigger of {self.name} meets it on another table; its function needs SET row_security = on"
+        )
         try:
             refuse_hidden(self.query, self._secured_names)
         except StoreUnavailable as error:  # RowsHidden, with the remedy
-            return error
-        return RowsHidden(
-            f"{message}, for role {quote(self.role)}: row level security was switched on or off at this moment, or a "
-            f"trigger of {self.name} meets it on another table; its function needs SET row_security = on"
-        )
+            found = error
+            self._layout = None  # calls look at the policies first until these hide nothing: no statement is in doubt
+        found.in_doubt = True
+        return found
 
     # -- the table as it is
 

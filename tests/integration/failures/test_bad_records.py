@@ -2,7 +2,6 @@
 
 import logging
 import time
-from uuid import uuid4
 
 import pytest
 from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, ResourcePatternType, ResourceType
@@ -345,14 +344,8 @@ def test_without_a_table_of_holds(database, kafka_bootstrap, make_topic, mode, c
 @pytest.fixture
 def role(scene):
     """A role that may harvest, and may only read the holds."""
-    name = f"harvests-{uuid4()}"
-    scene.execute(f'CREATE ROLE "{name}" LOGIN')
-    scene.execute(f'GRANT SELECT, UPDATE, DELETE ON outbox TO "{name}"')
-    scene.execute(f'GRANT SELECT ON outbox_hold TO "{name}"')
-    yield name
-    scene.close()
-    scene.execute(f'DROP OWNED BY "{name}"')
-    scene.execute(f'DROP ROLE "{name}"')
+    with scene.role("GRANT SELECT, UPDATE, DELETE ON outbox TO {role}; GRANT SELECT ON outbox_hold TO {role}") as name:
+        yield name
 
 
 def test_holds_that_may_not_be_read_any_more(scene, make_topic, role, mode):

@@ -22,9 +22,10 @@ from cryptography.x509.oid import NameOID
 
 from devstack.kafka import KafkaBroker
 from outbox_core import OutboxRecord
-from outbox_core.errors import InvalidConfig, KafkaUnavailable
-from outbox_core.kafka.clients import NewTopic, make_admin
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, TrackingTopicError
+from outbox_core.kafka.clients import NewTopic, make_admin, make_producer
 from outbox_core.kafka.topics import topic_settings
+from outbox_core.kafka.tracking import holds_only_ours
 from outbox_core.schema import create_hold_sql, create_table_sql
 from tests.harvesting import Scene, by_key, wait_until
 
@@ -339,6 +340,27 @@ def test_topic_of_somebody_else_gets_no_settings(scene, make_topic):
     with pytest.raises(Exception, match=r"2 partitions"):
         scene.harvester(config={"delivery": "exactly-once", "tracking_topic": topic}).start()
     assert topic_settings({"bootstrap.servers": scene.bootstrap}, topic)["cleanup.policy"] == "delete"
+
+
+def test_empty_topic_that_was_named_by_mistake_gets_no_settings(scene, make_topic):
+    """The first start alters no topic, not even an empty one: its name may be a typing error."""
+    topic, kafka = make_topic(4), {"bootstrap.servers": scene.bootstrap}
+    before = topic_settings(kafka, topic)
+    with pytest.raises(TrackingTopicError, match=r"4 partitions"):
+        scene.harvester(config={"delivery": "exactly-once", "tracking_topic": topic}).start()
+    assert topic_settings(kafka, topic) == before
+
+
+@pytest.mark.parametrize(
+    ("suffix", "is_ours"), [("", True), (":begin", True), (":shard-3", True), ("2", False), ("_old:begin", False)]
+)
+def test_topic_of_a_like_named_transactional_id_is_anothers(make_topic, kafka_bootstrap, suffix, is_ours):
+    """A topic is ours by the whole transactional.id of its records, which another outbox's may begin with."""
+    kafka, topic = {"bootstrap.servers": kafka_bootstrap}, make_topic()
+    producer = make_producer(kafka)
+    producer.produce(topic, b"{}", f"kafka-outbox:shop.public.outbox{suffix}")
+    producer.flush(20)
+    assert holds_only_ours(kafka, "group", topic, "kafka-outbox:shop.public.outbox") == is_ours
 
 
 # -- what users hand in

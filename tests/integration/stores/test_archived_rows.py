@@ -131,6 +131,16 @@ def test_publication_of_all_tables(scene, store):
     assert len(archived(scene)) == 3
 
 
+def test_rotation_waits_for_no_standby(scene, store):
+    """Partitions are made and dropped without a wait for a synchronous standby; the next commit waits for it."""
+    scene.execute(
+        "CREATE OR REPLACE FUNCTION outbox_archive_rotate(keep_days integer) RETURNS integer LANGUAGE sql AS "
+        "$$ SELECT (current_setting('synchronous_commit') = 'local')::integer $$"
+    )
+    assert store.rotate_archive() == 1
+    assert store.table.query("SHOW synchronous_commit") == [("on",)]
+
+
 @pytest.mark.parametrize("layout", ["binary"], indirect=True)
 def test_printed_grants_suffice(scene, topic_name):
     """A role with the printed grants archives and rotates, and can do neither without; it cannot delete."""

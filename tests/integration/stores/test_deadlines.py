@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from uuid import uuid4
 
@@ -120,6 +120,62 @@ def test_store_call_ends_by_its_deadline_and_the_next_one_works(proxy, call):
             return False
 
         wait_until(works, "the next one works")
+
+
+@pytest.fixture
+def looking(proxy, monkeypatch):
+    """Return a store, with a timeout, that looks after half a second if the server still takes connections."""
+    monkeypatch.setattr("outbox_core.stores.postgres.table.LONG_SECONDS", 25.0)
+    monkeypatch.setattr("outbox_core.stores.postgres.table.LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(deadlines, "_LOOK_TIMEOUT_SECONDS", 2)
+    with closing(PostgresStore(proxy.data_source, statement_timeout=5.0)) as store:
+        store.check()
+        yield store
+
+
+@contextmanager
+def counting(store, scene):
+    """Have marks counted in the background, behind a lock; yield what becomes of it, a number or an error."""
+    results = []
+
+    def count():
+        try:
+            results.append(store.marks.count().number)
+        except StoreUnavailable as error:
+            results.append(str(error))
+
+    thread, waiting = (
+        threading.Thread(target=count),
+        "SELECT pid FROM pg_locks WHERE relation = 'outbox'::regclass AND NOT granted",
+    )
+    with scene.connect() as other:
+        other.execute("LOCK TABLE outbox")
+        thread.start()
+        wait_until(lambda: scene.execute(waiting), "it waits for the lock")
+        yield results
+    thread.join()
+
+
+def test_whole_table_is_not_waited_for_where_the_server_takes_no_connection(looking, proxy, scene):
+    """A statement that reads the whole table, and has no timeout, is given up once the server is gone for all."""
+    with counting(looking, scene) as results:
+        proxy.cut()
+        wait_until(lambda: results, "it is given up")
+    assert "and takes no other connection" in results[0]
+    proxy.restore()
+    assert looking.marks.count().number == 0
+
+
+def test_whole_table_is_waited_for_where_the_server_takes_connections(looking, scene):
+    """As long as the server takes others it may be at work: its statement is waited for."""
+    connection = looking.table.connected()
+    with counting(looking, scene) as results:
+        wait_until(lambda: connection._looked_at, "it has looked")
+        looked_at = connection._looked_at
+        wait_until(lambda: connection._looked_at > looked_at, "it looks again")
+        assert not results
+    assert results == [0]
+    assert looking.table.connected() is connection
 
 
 def test_error_names_the_statement(proxy):

@@ -3,13 +3,14 @@
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
+from uuid import uuid4
 
 import psycopg
 import pytest
 
 from outbox_core.cli import main
 from outbox_core.doctor.status import read_status
-from outbox_core.errors import OutboxTableError
+from outbox_core.errors import OutboxTableError, StoreSilent
 from outbox_core.events import LeaderFenced
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.record import OutboxRecord
@@ -102,6 +103,63 @@ def test_times_are_read_whatever_the_date_style(scene, store, style):
             DeadLetterRestash(NAME).restash(connection, "letters", place, record)
     times = [hold.create_time, cause.first, cause.last, event.create_time, row.create_time, found.first, found.last]
     assert all(abs(datetime.now(UTC) - time) < HOUR for time in [*times, raised.value.before.at])
+
+
+@pytest.mark.parametrize(
+    ("table", "change"),
+    [
+        ("outbox_event", lambda history: history.add_events([FENCED._replace(term=18)])),
+        ("outbox_statistics", lambda history: history.add_statistics(ROW)),
+        ("outbox_event", lambda history: history.prune()),
+        ("outbox_statistics", lambda history: history.prune()),
+    ],
+)
+def test_history_waits_for_no_standby(scene, store, table, change):
+    """A commit of the history alone does not wait for a synchronous standby; the session's next one does again."""
+    store.history.add_events([FENCED])
+    store.history.add_statistics(ROW)
+    scene.execute(f"UPDATE {table} SET create_time = now() - interval '100 days'")
+    scene.execute("CREATE TABLE committed AS SELECT ''::text AS how WHERE false")
+    scene.execute(
+        "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "INSERT INTO public.committed VALUES (current_setting('synchronous_commit')); RETURN NULL; END $$"
+    )
+    scene.execute(
+        f"CREATE CONSTRAINT TRIGGER notes AFTER INSERT OR DELETE ON {table} DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION note()"
+    )
+    change(store.history)
+    assert [row.how for row in scene.execute("SELECT how FROM committed")] == ["local"]
+    assert store.table.query("SHOW synchronous_commit") == [("on",)]
+
+
+def test_event_that_was_written_though_we_gave_up_is_not_written_twice(scene, store):
+    """An event is written once, however often that is tried; one of another leadership is another event."""
+    mine = FENCED._replace(leader_id=uuid4())
+    for event in (mine, mine._replace(age_seconds=31.0), mine, mine._replace(leader_id=uuid4())):
+        store.history.add_events([event])
+    assert len(events(scene)) == 2
+
+
+def test_history_is_left_alone_for_a_while_after_a_silence(scene, store):
+    """A write that was not answered may still be under way: each try at once would leave another backend to wait."""
+    now, tries, is_silent = [0.0], [], [True]
+
+    class Silent:
+        def add_events(self, events):
+            tries.append(now[0])
+            if is_silent[0]:
+                raise StoreSilent("no answer")
+            store.history.add_events(events)
+
+    writer = history_module.HistoryWriter("h1", HarvestMetrics(), lambda: now[0])
+    writer.note(LeaderFenced(uuid4(), "cut off", 17))
+    for now[0] in (0.0, 5.0, 10.0, 50.0, 70.0, 75.0):
+        writer.write(Silent(), None, leads=False)
+    assert tries == [0.0, 70.0]
+    now[0], is_silent[0] = 200.0, False
+    writer.write(Silent(), None, leads=False)
+    assert len(events(scene)) == 1
 
 
 def test_pruning_keeps_statistics_for_a_week_and_events_for_ninety_days(scene, store):
@@ -288,7 +346,7 @@ def test_reason_with_odd_characters_is_kept(scene, store):
     """A reason that cites a name from the leader topic is written, whatever that name is, and so is the next event."""
     writer = history_module.HistoryWriter("h1", HarvestMetrics())
     for reason in ("a\0b made a higher claim, 7", "\ud800 made a higher claim, 8", "cut off"):
-        writer.note(LeaderFenced(None, reason))
+        writer.note(LeaderFenced(uuid4(), reason))
     writer.write(store.history, None, leads=False)
     assert [event.reason for event in events(scene)] == [
         "a\\x00b made a higher claim, 7",

@@ -241,6 +241,19 @@ def test_missing_right_on_the_schema(scene, topic_name):
         scene.execute(f'DROP ROLE "{role}"')
 
 
+def test_right_that_is_revoked_leaves_in_doubt_what_was_concluded(scene):
+    """A statement that is refused for want of a right gives the connection up: the next may lead to another server."""
+    with scene.role("GRANT ALL ON outbox, outbox_hold TO {role}") as role:
+        store = PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role))
+        store.check()
+        for table, refused in (("outbox_hold", store.holds.release_gone), ("outbox", store.is_empty)):
+            scene.execute(f'REVOKE ALL ON {table} FROM "{role}"')
+            with pytest.raises(RightsMissing, match=table) as raised:
+                refused()
+            assert raised.value.in_doubt
+        store.close()
+
+
 def test_deadlock_is_an_outage(scene, store):
     """An error of the database's own (a deadlock, a cancelled statement) is an outage, and the next call works."""
     scene.fill("t", 3)

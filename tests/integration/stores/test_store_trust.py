@@ -558,12 +558,8 @@ _NAMED = {"trigger": "soft_delete", "rule": "rule archive"}
 @pytest.fixture
 def role(scene):
     """A role with the harvester's rights."""
-    name = f"harvests-{uuid4()}"
-    scene.execute(f'CREATE ROLE "{name}" LOGIN')
-    scene.execute(f'GRANT SELECT, INSERT, UPDATE, DELETE ON outbox, outbox_hold TO "{name}"')
-    yield name
-    scene.execute(f'DROP OWNED BY "{name}"')
-    scene.execute(f'DROP ROLE "{name}"')
+    with scene.role("GRANT SELECT, INSERT, UPDATE, DELETE ON outbox, outbox_hold TO {role}") as name:
+        yield name
 
 
 @pytest.mark.parametrize("by", _KEEP_ROWS)

@@ -1,7 +1,5 @@
 """Rows that the harvester can read but not mark, because of a trigger."""
 
-from uuid import uuid4
-
 import psycopg
 import pytest
 
@@ -34,13 +32,9 @@ def scene(database, kafka_bootstrap, monkeypatch):
 @pytest.fixture
 def as_role(scene):
     """The name of a role with the harvester's rights, in `role`, and settings of a harvester with that role."""
-    name = f"harvests-{uuid4()}"
-    scene.execute(f'CREATE ROLE "{name}" LOGIN')
-    scene.execute(f'GRANT SELECT, UPDATE, DELETE ON outbox, outbox_hold TO "{name}"')
-    scene.execute(f'GRANT INSERT ON outbox_hold TO "{name}"')
-    yield {"role": name, "config": {"data_source": psycopg.conninfo.make_conninfo(scene.database, user=name)}}
-    scene.close()
-    scene.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"')
+    rights = "GRANT SELECT, UPDATE, DELETE ON outbox, outbox_hold TO {role}; GRANT INSERT ON outbox_hold TO {role}"
+    with scene.role(rights) as name:
+        yield {"role": name, "config": {"data_source": psycopg.conninfo.make_conninfo(scene.database, user=name)}}
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)

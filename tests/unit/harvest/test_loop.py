@@ -1,6 +1,7 @@
 """Mark-purge/reset turn by turn: a table in memory, a Kafka client that is told what to report, and a virtual clock."""
 
 from concurrent.futures import Future
+from itertools import pairwise
 from threading import Event
 from types import SimpleNamespace
 from uuid import uuid4
@@ -19,6 +20,7 @@ from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic, HarvestContext, HarvestLimits
 from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler, holds
+from outbox_core.harvest.steps import DELETE
 from outbox_core.harvest.watermark import ScanPlan
 from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.kafka.clients import KafkaError, KafkaException
@@ -97,6 +99,8 @@ class Table:
         return MarkedBatch(len(selected), [row for row in selected if self.marks[row.id] == leader_id])
 
     def find_lost(self, leader_id, known, _):
+        self.log.append(("look", []))
+        self._raise("look")
         lost = [each for each in self.rows if self.marks.get(each) == leader_id and each not in known]
         return MarkedRows(len(lost), min(lost, default=0), max(lost, default=0))
 
@@ -126,6 +130,7 @@ class Table:
 
     def delete_dead_lettered(self, ids, create_times):
         assert len(ids) == len(create_times)
+        self._raise("letters")
         self.held = HoldSet()
         for each in ids:
             del self.rows[each]
@@ -760,6 +765,23 @@ def test_a_key_is_left_out_while_what_was_tried_in_vain_goes_back(world):
     assert world.sent == [1, 1, 2]
 
 
+def test_a_look_for_lost_rows_that_fails_keeps_no_mark_waiting(world, monkeypatch):
+    """However often the look at rows with our own mark fails, a mark from the head comes before the next one."""
+    monkeypatch.setattr(loop_module, "_LOOK_FOR_LOST_EVERY_SECONDS", 0.05)
+
+    def fails():
+        world.table.errors["look"] = StoreUnavailable("too long")
+
+    fails()
+    world.table.add("a")
+    world.run(*[fails] * 10, world.deliver, *[fails] * 10)
+    reads = [what for what, _ in world.log if what in ("mark", "look")]
+    assert reads[0] == "mark", "the first look waits for a mark, too"
+    assert reads.count("look") > 3
+    assert ("look", "look") not in list(pairwise(reads))
+    assert not world.table.rows
+
+
 def test_a_requested_dead_letter_is_sent_and_its_key_goes_on(world):
     """Its row and hold are deleted once it has arrived, and only then the records behind it are sent."""
     world.table.add("a", "a")
@@ -773,3 +795,25 @@ def test_a_requested_dead_letter_is_sent_and_its_key_goes_on(world):
     assert world.sent == [1, 2]
     assert not world.table.rows
     assert world.loop._lanes.held == 0
+
+
+def test_a_deletion_of_dead_letters_that_was_given_up_is_owed_no_more(world):
+    """After a remark dead letters are sent again: until they have arrived there is nothing to delete."""
+    duty = world.ctx.metrics.activity.duty
+    duty.began(0.0)
+    world.table.add("a")
+    world.table.held = HoldSet(lanes=frozenset({("t", "a")}), requests={1: "boo"})
+
+    def arrives():
+        world.table.errors["letters"] = StoreUnavailable("connection lost")
+        world.table.errors["mark"] = StoreUnavailable("connection lost", in_doubt=True)
+        world.deliver()
+
+    def is_sent_again():
+        assert len(world.events) == 1
+        assert world.sent == [1, 1]
+        assert DELETE not in duty.owed(world.time)
+        world.deliver()
+
+    world.run(*[None] * 6, arrives, *[None] * 12, is_sent_again, *[None] * 6)
+    assert not world.table.rows

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from outbox_core.errors import MarkedRowsFound
+from outbox_core.errors import MarkedRowsFound, StoreUnavailable
 from outbox_core.harvest import recovery as recovery_module
 from outbox_core.harvest.recovery import Recovery
+from outbox_core.harvest.steps import ASK
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.tracking import ForeignLedger, Ledger
 from outbox_core.kafka.transactions import Ended
@@ -27,7 +28,10 @@ class Thread:
     def submit(self, work):
         done = Future()
         if not self.hangs:
-            done.set_result(work(self.store))
+            try:
+                done.set_result(work(self.store))
+            except StoreUnavailable as error:
+                done.set_exception(error)
         return done
 
 
@@ -159,9 +163,10 @@ def make(store):
             metrics=HarvestMetrics(),
             wake=Event(),
             has_begun=Event(),
+            note_outage=lambda *_: 0.0,
         )
         recovery = Recovery(transactions, lambda: purger.hangs, ctx)
-        recovery.purger = purger
+        recovery.purger, recovery.duty = purger, ctx.metrics.activity.duty
         return recovery
 
     return make
@@ -280,3 +285,27 @@ def test_accepted_marks_are_cleared_and_released(make, store):
     assert (store.marked, store.held, store.released) == ([], [], 1)
     make(transactions).refuse_marks()
     assert store.released == 2
+
+
+def test_a_database_that_goes_away_while_the_whole_table_is_read_is_owed(make, store):
+    """A statement over the whole table is owed by nobody, as it may take long; something short before each try is."""
+    recovery = make(Transactions(Ledger()))
+    recovery.duty.began(0.0)
+    counts, reads = [], []
+
+    def goes_away():
+        counts.append(dict(recovery.duty.owed(0.0)))
+        recovery.purger.hangs = len(counts) > 1  # that should not come
+        raise StoreUnavailable("has not answered")
+
+    def is_away():
+        reads.append(len(counts))
+        if counts:
+            recovery.purger.hangs = True  # the leadership is over
+            raise StoreUnavailable("cannot connect")
+
+    store.count, store.read = goes_away, is_away
+    recovery.refuse_marks()
+    assert counts == [{}]
+    assert reads == [0, 1]
+    assert ASK in recovery.duty.owed(0.0)
