@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from outbox_core.errors import KafkaUnavailable
-from outbox_core.kafka.admin import Inquiry
+from outbox_core.kafka.admin import Inquiry, group_members
 from outbox_core.kafka.duty import ASK_SECONDS, Duty
 from outbox_core.kafka.reach import SilentBrokers, unreachable_brokers
 from outbox_core.outage import Outage
@@ -44,7 +44,7 @@ _FIRST_STAYS_SECONDS = 6.0  # longer than the others need to look, to ask and to
 _ASK_SECONDS = 3.0
 _REACH_SECONDS = 6.0  # half of it for the list of brokers; less than what is left of the patience by then
 
-_READ = "read"
+READ: Final = "read"
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class GroupDuty:
         self._lock = threading.Lock()  # held for moments
         self._partitions: frozenset[int] = frozenset()
         self._work_of: dict[str, int] = {}  # work -> its partition
+        self._done: set[str] = set()  # kinds of work that succeeded once
         self._well_at: dict[int, float] = {}  # partition -> when it was read, or its leader answered
         self._searched_at = self._asked_at = 0.0
         self._silent: list[str] = []  # the brokers that do not answer, as found last
@@ -124,7 +125,12 @@ class GroupDuty:
     def succeeded(self, what: str, partition: int | None = None) -> None:
         """Take in that work was done."""
         with self._lock:
+            self._done.add(what)
             self._duty.succeeded(self._name_of(what, partition))
+
+    def has_done(self, what: str) -> bool:
+        """Tell whether work has succeeded once: settings, topics and rights were in order, and what fails may pass."""
+        return what in self._done
 
     def dropped(self, what: str, partition: int | None = None) -> None:
         """Take in that work is not there to do any more."""
@@ -137,7 +143,7 @@ class GroupDuty:
     def has_read(self, partition: int) -> None:
         """Take in that records, or the end, of a partition of the group's topic were read."""
         self._well_at[partition] = time.monotonic()
-        self.succeeded(_READ, partition)
+        self.succeeded(READ, partition)
 
     def assigned(self, partitions: Iterable[int], member_id: str | None = None) -> None:
         """Take in which partitions the group has given to this member; none if it has lost its place."""
@@ -294,10 +300,11 @@ class GroupDuty:
             return
         for one in quiet:
             if leaders.get(one) in silent:
-                self._tried(_READ, one, max(well_at[one], now - _QUIET_SECONDS))
+                self._tried(READ, one, max(well_at[one], now - _QUIET_SECONDS))
             else:
                 well_at[one] = now
-                self.succeeded(_READ, one)
+                with self._lock:  # it was not read
+                    self._duty.succeeded(self._name_of(READ, one))
 
     def _leaders(self) -> dict[int, str]:
         """Return the leaders of the topic's partitions. Raises KafkaUnavailable."""
@@ -306,8 +313,4 @@ class GroupDuty:
 
     def _members(self) -> frozenset[str] | None:
         """Return the members of the group, None if Kafka does not say."""
-        try:
-            with Inquiry(self._settings, _ASK_SECONDS) as inquiry:
-                return inquiry.member_ids(self._group)
-        except KafkaUnavailable:
-            return None
+        return group_members(self._settings, self._group, timeout_seconds=_ASK_SECONDS)

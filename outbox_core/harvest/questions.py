@@ -6,8 +6,7 @@ from collections.abc import Collection
 from contextlib import closing
 from typing import Final
 
-from outbox_core.errors import KafkaUnavailable
-from outbox_core.kafka.admin import Inquiry
+from outbox_core.kafka.admin import group_members
 from outbox_core.kafka.clients import KafkaConfig
 from outbox_core.kafka.reach import SilentBrokers
 from outbox_core.stores.interface import RowQuery, StoreFactory
@@ -36,11 +35,8 @@ class HarvesterQuestions:
 
     def members(self) -> int | None:
         """Return the number of members of the leader group, None if Kafka does not say."""
-        try:
-            with Inquiry(self._kafka, _MEMBERS_SECONDS) as inquiry:
-                return inquiry.members(self._group)
-        except KafkaUnavailable:
-            return None
+        members = group_members(self._kafka, self._group, timeout_seconds=_MEMBERS_SECONDS)
+        return None if members is None else len(members)
 
     def silent_brokers(self, max_age_seconds: float = 0.0) -> list[str]:
         """Return brokers that do not answer us, by an answer so old at most; raise KafkaUnavailable if none answers."""

@@ -256,10 +256,6 @@ class Inquiry:
             for part in cluster.topics[topic].partitions.values()
         }
 
-    def members(self, group_id: str) -> int:
-        """Return the number of members of a consumer group; see `member_ids`."""
-        return len(self.member_ids(group_id))
-
     def member_ids(self, group_id: str) -> frozenset[str]:
         """Return the IDs of the members of a consumer group, none if Kafka knows no such group.
 
@@ -315,6 +311,15 @@ def _names(operations: Any) -> frozenset[str] | None:
         return None
     names = {operation.name for operation in operations}
     return frozenset(AclOperation.__members__ if "ALL" in names else names)
+
+
+def group_members(config: KafkaConfig, group_id: str, *, timeout_seconds: float) -> frozenset[str] | None:
+    """Return the IDs of the members of a consumer group as `member_ids` does, None if Kafka does not say."""
+    try:
+        with Inquiry(config, timeout_seconds) as inquiry:
+            return inquiry.member_ids(group_id)
+    except KafkaUnavailable:
+        return None
 
 
 def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:

@@ -26,7 +26,7 @@ from outbox_core.kafka.clients import (
 from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
 from outbox_queue.config import QueueConfig
 from outbox_queue.consuming.start_writers import NotStarted
-from outbox_queue.duty import GroupDuty
+from outbox_queue.duty import READ, GroupDuty
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.protocol.clients import consumer_settings, group_of
@@ -238,12 +238,12 @@ class GroupMember:
             elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
                 read.add(record.partition())
                 self.offsets.ends[record.partition()] = record.offset()
-            elif error.fatal() or error.code() in MEMBER_HOPELESS:
+            else:
                 config = self._config
                 why = why_unreadable(error, config.kafka, config.message_topic, group_of(self._queue))
-                raise QueueError(f"queue {self._queue!r} cannot be read: {why}")
-            else:
-                self._warn(f"reading: {error.str()}")
+                if error.fatal() or (error.code() in MEMBER_HOPELESS and not self._duty.has_done(READ)):
+                    raise QueueError(f"queue {self._queue!r} cannot be read: {why}")
+                self._warn(f"reading: {why}")
         for partition in read:
             self._duty.has_read(partition)
         self._move_past_ends()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Mapping
 
 from outbox_core import election
@@ -43,24 +44,25 @@ _READ_AT_ONCE = 500
 _WAIT_SECONDS = 0.1
 _PAUSE_AFTER_FAILURE_SECONDS = 0.5
 _START = "start messages"
+_FEW = 5
 
 _log = logging.getLogger(__name__)
 
 
 class _ChangeLog:
-    """A log of a queue's warnings, of equal ones in a row the first: a failing step is tried again and again."""
+    """A log of a queue's warnings, each of the last few once: steps that fail are tried again and again, by turns."""
 
     def __init__(self, queue: str) -> None:
         self._queue = queue
-        self._last = ""
+        self._told: deque[str] = deque(maxlen=_FEW)
 
     def warn(self, text: str) -> None:
-        if text != self._last:
-            self._last = text
+        if text not in self._told:
+            self._told.append(text)
             _log.warning("queue %r: %s", self._queue, text)
 
     def reset(self) -> None:
-        self._last = ""
+        self._told.clear()
 
 
 class QueueReader:
@@ -159,12 +161,12 @@ class QueueReader:
             batch = self._start_markers.build(records)
             self._writer.write(batch.markers, self._member.offsets.skipped | offsets, self._seconds_left())
         except NotStarted as error:
+            why = str(error)
             if error.cause is not None and error.cause.code() in MEMBER_HOPELESS:
-                principal = principal_of(self._config.kafka)
-                raise QueueError(
-                    f"messages of queue {self._queue!r} cannot be started: {error} (as {principal})"
-                ) from None
-            self._changes.warn(f"messages are not started yet: {error}")
+                why += f" (as {principal_of(self._config.kafka)})"
+                if not self._duty.has_done(_START):
+                    raise QueueError(f"messages of queue {self._queue!r} cannot be started: {why}") from None
+            self._changes.warn(f"messages are not started yet: {why}")
             if not self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS):
                 self._member.poll_paused()  # a start marker after the end marker of a new owner would revive a message
             return

@@ -30,7 +30,7 @@ from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
 from outbox_core.outage import Outage
 from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
-from outbox_queue.duty import GroupDuty
+from outbox_queue.duty import READ, GroupDuty
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.protocol.clients import TRACKER_GROUP, consumer_settings, producer_settings
@@ -82,7 +82,7 @@ class TrackerLoop:
     @property
     def outage(self) -> Outage:
         """The longest outage."""
-        return max(self._ctx.redelivery, self._ctx.clock, key=lambda outage: outage.lasted_seconds)
+        return max(self._ctx.redelivery, self._ctx.clock, self._ctx.reading, key=lambda outage: outage.lasted_seconds)
 
     @property
     def trouble(self) -> str | None:
@@ -150,29 +150,35 @@ class TrackerLoop:
 
     def _read(self, records: Iterable[Any]) -> None:
         now, partitions = now_ms(), self._partitions
-        count = 0
+        count, is_refused = 0, False
         for record in records:
             error = record.error()
             if error is not None:
-                self._check(error)
+                is_refused = self._check(error) or is_refused
                 continue
             tracked = partitions.get(record.partition())
             if tracked is not None:
                 count += 1
                 tracked.markers.read(record.offset(), record.timestamp(), record.key(), record.value(), now)
         self._read_since_commit += count
+        if count and not is_refused:
+            self._ctx.reading.recovered()
         for tracked in partitions.values():
             if tracked.markers.read_at == now:
                 tracked.note_read()
 
-    def _check(self, error: KafkaError) -> None:
-        """Raise an error from which the consumer does not recover by itself."""
-        if error.fatal() or error.code() in MEMBER_HOPELESS:
+    def _check(self, error: KafkaError) -> bool:
+        """Note an error, and tell whether it is a refusal. Raises QueueError if fatal, or before it has read."""
+        is_refused = error.code() in MEMBER_HOPELESS
+        if error.fatal() or is_refused:
             config = self._ctx.config
             why = why_unreadable(error, config.kafka, config.marker_topic, TRACKER_GROUP)
-            raise QueueError(f"markers of {config.marker_topic!r} cannot be read: {why}")
-        if error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
+            if error.fatal() or not self._ctx.duty.has_done(READ):
+                raise QueueError(f"markers of {config.marker_topic!r} cannot be read: {why}")
+            self._ctx.reading.failed(why)
+        elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
             _log.debug("marker consumer: %s", error.str())
+        return is_refused
 
     # -- offsets ---------------------------------------------------------------------------------------------------
 

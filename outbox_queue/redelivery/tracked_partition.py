@@ -50,6 +50,7 @@ class TrackerContext:
     duty: GroupDuty  # told about work that is tried and done
     redelivery: Outage = field(default_factory=lambda: Outage("redelivery", _log))  # log of failed redeliveries
     clock: Outage = field(default_factory=lambda: Outage("asking for the time", _log))  # log of failed ticks
+    reading: Outage = field(default_factory=lambda: Outage("reading markers", _log))  # log of refusals
 
 
 class TrackedPartition:
@@ -84,7 +85,8 @@ class TrackedPartition:
             return self._wait_for_tick(self.markers.tick, now)
         if self.markers.has_expired:
             return self._redeliver()
-        return not self.markers.wants_tick(now) or self.send_tick(now)
+        wants_tick = self.markers.wants_tick(now) or self._ctx.reading.is_ongoing  # perhaps there is nothing to read
+        return not wants_tick or self.send_tick(now)
 
     def _wait_for_tick(self, tick: Tick, now: float) -> bool:
         quiet = now - max(tick.sent_at, self.markers.read_at)

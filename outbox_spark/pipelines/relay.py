@@ -31,12 +31,15 @@ from outbox_core.errors import (
     MarkedRowsFound,
     OutboxError,
     OutboxTableError,
+    RowsRemain,
     StoreUnavailable,
+    TableUnusable,
     TrackingTopicError,
 )
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.tracking import ForeignLedger
+from outbox_core.outage import Outage
 from outbox_spark.config import RelaySettings
 from outbox_spark.metrics import serving
 from outbox_spark.relay import fencing
@@ -44,8 +47,9 @@ from outbox_spark.relay.batch import has_ended, publish, refuse_functions
 from outbox_spark.relay.duty import RelayDuty
 from outbox_spark.relay.leadership import Contender
 from outbox_spark.relay.monitor import OnProgress, RelayMonitor
-from outbox_spark.relay.plan import BatchPlan, Planner, ShardOutcome, Transform
+from outbox_spark.relay.plan import SLICE_SECONDS, BatchPlan, Planner, ShardOutcome, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
+from outbox_spark.relay.shard_task import TopicRefused
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.runtime.secrets import filled_harvest
 
@@ -59,10 +63,14 @@ _EMPTY_CHECK_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 10.0  # a third of the time in which it must go on once all is mended
 _CLEAN_UP_SECONDS = 30.0
+_SLOW_START_SECONDS = 300.0  # for executors that a cluster has to start, or a statement that reads the whole table
 _ROTATE_SECONDS = 3600.0
-# Another try does not mend these.
-_PERMANENT = (InvalidConfig, InvalidRecord, MarkedRowsFound, OutboxTableError, TrackingTopicError, ForeignLedger)
-_PERMANENT_NAMES = {error.__name__ for error in _PERMANENT}
+# They end a relay that has not begun in order: its settings, tables, topics and rights are wrong. Later they may pass.
+_WRONG = (InvalidConfig, MarkedRowsFound, OutboxTableError, TrackingTopicError, TopicRefused)
+_WRONG_NAMES = {error.__name__ for error in (*_WRONG, ForeignLedger)}
+# They fail in the same way for every process; an ordinary harvester may get over the others.
+_ALIKE = (OutboxTableError, TableUnusable, RowsRemain, TrackingTopicError)
+_ALIKE_NAMES = {error.__name__ for kind in _ALIKE for error in (kind, *kind.__subclasses__())}
 
 
 class RelayFailed(OutboxError):
@@ -124,6 +132,8 @@ class _Relay:
         counting = ShardStore.of(self._harvest, statement_timeout=timeout)
         self._monitor = RelayMonitor(self._harvest, counting, on_progress)
         self._pause = _FIRST_PAUSE_SECONDS
+        self._outage = Outage("the relay", _log)
+        self._has_begun = False
         self._rotate_at = float("-inf")
         self._plan = BatchPlan(harvest=config.harvest, rows=config.batch_records, transform=transform)
 
@@ -134,15 +144,15 @@ class _Relay:
         server_id = self._store.server_id()
         found = self._store.found_in(self._config.harvest)  # as it is given: tasks look up secrets themselves
         self._plan = replace(self._plan, harvest=found, outbox=self._identity.outbox, server_id=server_id)
-        contender, monitor = Contender(harvest, self._identity.outbox, server_id), self._monitor
-        metrics = monitor.metrics
+        metrics, monitor = self._monitor.metrics, self._monitor
         metrics.outbox_name = metrics.outbox_name or self._identity.outbox
         kafka, timeout = harvest.base_kafka_config, harvest.limits.statement_timeout.total_seconds()
         probe = partial(ShardStore.of, harvest, statement_timeout=timeout)
-        self._duty = RelayDuty(kafka, contender.group_id, probe, contender.step_down)
+        self._duty = RelayDuty(kafka, harvest.leader_names(self._identity.outbox).group_id, probe)
+        contender = Contender(harvest, self._identity.outbox, server_id, self._duty.leads)
         with closing(self._store), serving(harvest, metrics.registry, lambda: monitor.health(contender.trouble)):
             contender.start()
-            self._duty.start()
+            self._duty.start(contender.step_down)
             try:
                 self._contend(contender, once=once)
             finally:
@@ -158,23 +168,24 @@ class _Relay:
                 self._stopping.wait(_EMPTY_CHECK_SECONDS if once else _POLL_SECONDS)
                 continue
             self._monitor.leads(lease.term)
-            self._duty.leads(True)
             try:
                 finished = self._lead(lease, contender, once=once)
-                self._duty.leads(False)
                 if self._clean_up(partial(contender.holds, lease)) and finished:
                     return
             finally:
                 contender.end()
                 self._monitor.leads(None)
+                self._outage.forget()  # the next leader finds out if it lasts
 
     def _is_empty(self) -> bool:
         """Tell whether another process has emptied the table while this one stood by."""
         try:
-            return self._store.is_empty()
+            is_empty = self._store.is_empty()
         except StoreUnavailable as error:
-            _log.warning("the database is away: %s", error)
+            self._outage.failed(error)
             return False
+        self._outage.recovered()
+        return is_empty
 
     def _lead(self, lease: Leadership, contender: Contender, *, once: bool) -> bool:
         """Publish until the leadership ends; tell whether it ended because all rows are published."""
@@ -185,32 +196,45 @@ class _Relay:
         planner: Planner | None = None
         is_settled = False
         while leads():
-            self._duty.tries()
             try:
-                if not is_settled:
+                if planner is None or not is_settled:
+                    self._duty.tries(self._most_seconds)
                     self._settle(leads)
-                planner, is_settled = planner or self._begin(once=once), True
-                self._rotate_archive()
+                    planner, is_settled = planner or self._begin(once=once), True
+                self._duty.tries()
                 ranges = planner.next()
+                self._duty.tries(self._most_seconds)  # to count the backlog, too
                 self._monitor.planned(len(planner.holds), is_idle=not ranges)
                 self._monitor.looks()
-            except KafkaUnavailable as error:  # the settings have made clients before: what they name may be away
-                self._wait_after(str(error), leads)
-                continue
-            except _PERMANENT:
-                raise
+                self._rotate_archive()
             except OutboxError as error:
-                self._wait_after(str(error), leads)
+                if self._is_wrong(error):  # the table that comes back may be another one
+                    planner, is_settled = None, False
+                self._wait_after(str(error), leads, for_all=isinstance(error, _ALIKE))
                 continue
+            self._has_begun = not once  # which is started again by whoever has started it
             if ranges:
                 # After a failure the topic of the manifests may be gone, or a torn transaction take long to read back.
                 is_settled = self._publish(planner, ranges, lease.term, leads)
             elif once:
                 return True
-            else:
-                self._duty.succeeded()
+            elif leads():  # or it may have hung until then
+                self._works()
                 self._stopping.wait(_IDLE_SECONDS)
         return False
+
+    def _is_wrong(self, error: OutboxError) -> bool:
+        """Tell whether something is not as it was when the relay began; raise the error if it has not begun yet."""
+        # The settings have made clients before: a file that they name may be away.
+        is_wrong = isinstance(error, _WRONG) and not isinstance(error, KafkaUnavailable)
+        if is_wrong and not self._has_begun:
+            raise error
+        return is_wrong
+
+    @property
+    def _most_seconds(self) -> float:
+        """The time that a job, or settling, may take while this process can work: shards may come one by one."""
+        return _SLOW_START_SECONDS + self._config.shards * SLICE_SECONDS
 
     def _settle(self, leads: Callable[[], bool]) -> None:
         """Settle what was left behind. Raises KafkaUnavailable, StoreUnavailable."""
@@ -241,11 +265,13 @@ class _Relay:
         for outcome in outcomes:
             planner.finished(outcome)
         failures = self._take_in(outcomes, time.monotonic() - began)
+        endures = self._has_begun and self._monitor.has_published
         for failure in failures:
-            if failure.error in _PERMANENT_NAMES:
+            if failure.error == InvalidRecord.__name__ or (failure.error in _WRONG_NAMES and not endures):
                 raise RelayFailed(failure.message)
         if failures and leads():
-            self._wait_after(failures[0].message, leads)
+            for_all = all(failure.error in _ALIKE_NAMES for failure in failures)
+            self._wait_after(failures[0].message, leads, for_all=for_all)
         return not failures
 
     def _take_in(self, outcomes: Sequence[ShardOutcome], seconds: float) -> list[ShardOutcome]:
@@ -257,9 +283,15 @@ class _Relay:
         has_published = self._monitor.finished(outcomes, seconds)
         if has_published:
             self._pause = _FIRST_PAUSE_SECONDS
-        if has_published or not failures:
-            self._duty.succeeded()
+        if not failures:
+            self._works()
+        elif has_published and not any(failure.error == TopicRefused.__name__ for failure in failures):
+            self._duty.succeeded()  # of a refused topic a harvester sets the records aside, and publishes the others
         return failures
+
+    def _works(self) -> None:
+        self._duty.succeeded()
+        self._outage.recovered()
 
     def _rotate_archive(self) -> None:
         """Make and drop partitions of the archive, if there is one: among relays alone nobody else does."""
@@ -271,9 +303,10 @@ class _Relay:
         except OutboxError as error:
             _log.warning("the archive's partitions are made and dropped in an hour: %s", error)
 
-    def _wait_after(self, failure: str, leads: Callable[[], bool]) -> None:
-        _log.warning("the relay goes on in %.0f s: %s", self._pause, failure.strip()[:500])
-        self._duty.failed(failure.strip()[:500])
+    def _wait_after(self, failure: str, leads: Callable[[], bool], *, for_all: bool = False) -> None:
+        failure = failure.strip()[:500]
+        self._outage.failed(failure)
+        self._duty.failed(failure, for_all=for_all)
         end = time.monotonic() + self._pause
         while time.monotonic() < end and leads():  # a hand-over waits for us
             self._stopping.wait(_POLL_SECONDS)

@@ -16,14 +16,19 @@ _UNABLE_SECONDS = 5.0
 class Contender:
     """A member of the harvesters' group whose leadership is at work between `begin` and `end`.
 
-    The elector's thread calls `_on_event`; all other calls come from one thread. Both use `_announced` and `_busy`,
-    under `_changed`.
+    The elector's thread calls `_on_event`, and a watch `step_down`; all other calls come from one thread. All use
+    `_announced` and `_busy`, under `_changed` if they change them.
+
+    Args:
+        config: Settings of the outbox.
+        identity: The outbox's.
+        server_id: That of its database.
+        leads: Told on the elector's thread that leadership begins (before `begin` returns it), or ends.
     """
 
-    def __init__(self, config: HarvestConfig, identity: str, server_id: str) -> None:
-        settings = NeliConfig.of(config, identity, server_id)
-        self.group_id = settings.group_id
-        self._elector = Neli(settings, self._on_event)
+    def __init__(self, config: HarvestConfig, identity: str, server_id: str, leads: Callable[[bool], None]) -> None:
+        self._elector = Neli(NeliConfig.of(config, identity, server_id), self._on_event)
+        self._leads = leads
         self._steps_down = False  # because it cannot work
         self._drain_seconds = config.limits.drain_timeout.total_seconds()
         self._changed = threading.Condition()
@@ -39,11 +44,15 @@ class Contender:
         self._elector.stop()
 
     def step_down(self, reason: str, is_able: Callable[[], bool]) -> None:
-        """Hand over, and contend again once this process is able to work; see `Neli.step_down`."""
+        """Hand over, and contend again once this process is able to work; see `Neli.step_down`.
+
+        It is not while the leadership that it has begun is still at work: its thread could begin no other.
+        """
         self._steps_down = True
-        self._elector.step_down(reason, is_able)
+        self._elector.step_down(reason, lambda: not self._busy and is_able())
 
     def _on_event(self, event: Event) -> None:
+        self._leads(isinstance(event, LeaderAcquired))
         with self._changed:
             self._announced = self._elector.leadership if isinstance(event, LeaderAcquired) else None
             if isinstance(event, LeaderRevoked):

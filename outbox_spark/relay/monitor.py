@@ -81,6 +81,11 @@ class RelayMonitor:
         return f"relay {plan.outbox}: batch {self._next}, {len(plan.ranges)} shards, term {plan.term}{before}"
 
     @property
+    def has_published(self) -> bool:
+        """True once a batch has published rows."""
+        return self._last is not None
+
+    @property
     def _next(self) -> int:
         return 0 if self._last is None else self._last.number + 1
 

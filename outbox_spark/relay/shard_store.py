@@ -126,8 +126,13 @@ class ShardStore(PostgresStore):
         return config.model_copy(update={"outbox_table": table.quoted})
 
     def sight(self) -> Sight:
-        """Read the last id drawn; then, by a later statement, the open writers."""
-        snapshot = self.sequence.snapshot()
+        """Read the last id drawn; then, by a later statement, the open writers. Raises OutboxTableError."""
+        try:
+            snapshot = self.sequence.snapshot()
+        except StoreUnavailable:
+            if self.table.connection is not None:  # the database has answered
+                self.check()  # a table that is away is more than replaced at this moment
+            raise
         if snapshot.unusable:
             return Sight(NO_FLOOR.id, frozenset(), None, snapshot.unusable)
         files = self.sequence.floor_parameters(Floor(snapshot.last_id, snapshot.place))

@@ -69,6 +69,10 @@ _Refused = tuple[StoredRecord, KafkaError]
 _REFUSALS = (ErrorKind.POISON, ErrorKind.UNAUTHORIZED, ErrorKind.UNKNOWN_TOPIC)
 
 
+class TopicRefused(OutboxError):
+    """A topic that we may not write to, or that is not there: the right or the topic may be back in a moment."""
+
+
 class Deposed(OutboxError):
     """A task of a deposed leader: the rows are the new leader's to publish."""
 
@@ -395,14 +399,15 @@ def _without_too_large(rows: Sequence[StoredRecord]) -> tuple[Sequence[StoredRec
     return fitting, refused
 
 
-def _refusal(among: Sequence[StoredRecord], error: KafkaError, kafka: KafkaConfig) -> InvalidRecord | KafkaUnavailable:
-    if kind_of(error) not in _REFUSALS:
+def _refusal(among: Sequence[StoredRecord], error: KafkaError, kafka: KafkaConfig) -> OutboxError:
+    kind = kind_of(error)
+    if kind not in _REFUSALS:
         return KafkaUnavailable(error.str())
     first, last = among[0], among[-1]
     which = f"record {first.id}" if len(among) == 1 else f"one of records {first.id} to {last.id}"
     topics = sorted({record.topic for record in among})
     where = f" for topic {topics[0]!r}" if len(topics) == 1 else ""
-    return InvalidRecord(
+    return (InvalidRecord if kind is ErrorKind.POISON else TopicRefused)(
         f"{which}{where}: {explained(error, kafka)}; nothing of its transaction was published. Let an ordinary "
         "harvester run, which sets such a record's key aside, or correct the row"
     )

@@ -48,7 +48,7 @@ def main():
         outbox_table=settings["table"],
         base_kafka_config={"bootstrap.servers": settings["bootstrap"]},
     )
-    config = RelayConfig(harvest=harvest, shards=2, batch_records=settings["records"])
+    config = RelayConfig(harvest=harvest, shards=settings["shards"], batch_records=settings["records"])
     fault = settings["fault"]
     transform = partial(killing, driver=os.getpgid(0), **fault) if fault else None
     logging.getLogger("relay").info("contends")

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from devstack.ports import LOCALHOST
 from devstack.proxy import TcpProxy
 from outbox_core.errors import InvalidConfig, MarkedRowsFound
+from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS
 from outbox_core.record import OutboxRecord
 from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, run_relay
 from outbox_spark.relay.plan import SLICE_SECONDS
@@ -34,7 +35,17 @@ class RelayProcess:
     """A relay in a process of its own."""
 
     def __init__(
-        self, scene, directory, *, once=False, records=200, fault=None, master="local[2]", spark=None, dsn=None
+        self,
+        scene,
+        directory,
+        *,
+        once=False,
+        records=200,
+        shards=2,
+        fault=None,
+        master="local[2]",
+        spark=None,
+        dsn=None,
     ):
         self.log = Path(directory) / f"relay-{os.urandom(3).hex()}.log"
         settings = {
@@ -42,6 +53,7 @@ class RelayProcess:
             "table": scene.table.quoted,
             "bootstrap": scene.bootstrap,
             "records": records,
+            "shards": shards,
             "once": once,
             "fault": fault,
             "master": master,
@@ -219,7 +231,7 @@ def test_a_relay_without_its_database_leaves_the_work_to_a_harvester(scene, make
             assert "could not publish rows" in relay.text()
             link.resume() if fault == "refused" else link.restore()
             wait_until(lambda: scene.count() == 0, "the harvester publishes the rest", SPARK_SECONDS)
-            relay.wait_for("comes back")
+            relay.wait_for("joins leader group")
             assert harvester.is_leader
         scene.fill(topic, 300, keys=9)
         wait_until(lambda: scene.count() == 0, "the relay publishes again", SPARK_SECONDS)
@@ -229,6 +241,66 @@ def test_a_relay_without_its_database_leaves_the_work_to_a_harvester(scene, make
         for message in messages:
             of_key.setdefault(message.key, []).append(identity_of(message))
         assert all(ids == sorted(ids) for ids in of_key.values())
+
+
+@pytest.mark.complete
+@pytest.mark.alone
+def test_a_relay_whose_batches_take_long_keeps_the_work(scene, make_topic, relay_of):
+    """Four shards on one core take longer than the patience; a harvester stands by, and publishes nothing."""
+    topic = make_topic()
+    relay = relay_of(scene, master="local[1]", shards=4, records=10)
+    relay.wait_for("leads")
+    scene.fill(topic, 50, keys=99)
+    wait_until(lambda: scene.count() == 0, "the relay publishes", SPARK_SECONDS)
+    with scene.running(elector_factory=None, config={"delivery": "exactly-once"}) as harvester:
+        scene.fill(topic, 15_000, keys=99)
+        wait_until(lambda: scene.count() == 0 or harvester.is_leader, "the relay publishes the rest", SPARK_SECONDS)
+        assert not harvester.is_leader
+    assert "leaves leader group" not in relay.text()
+    messages = scene.read(topic)
+    assert sorted(map(identity_of, messages)) == list(range(1, 15_051))
+
+
+@contextmanager
+def frozen_sessions(scene):
+    """Stop the server's side of the relay's connections; new ones work."""
+    ours = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'kafka-outbox-spark%'"
+    pids = [row.pid for row in scene.execute(f"{ours} AND datname = current_database()")]
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.complete
+@pytest.mark.alone
+def test_a_relay_whose_driver_hangs_never_keeps_the_work(scene, make_topic, relay_of):
+    """A driver that hangs leaves the work to a harvester; also once it was elected again, as nobody else was there."""
+    topic = make_topic()
+    relay = relay_of(scene)
+    relay.wait_for("leads")
+    scene.fill(topic, 50, keys=9)
+    wait_until(lambda: scene.count() == 0, "the relay publishes", SPARK_SECONDS)
+    time.sleep(2 * SLICE_SECONDS)
+    exactly_once = {"elector_factory": None, "config": {"delivery": "exactly-once"}}
+    with frozen_sessions(scene):
+        with scene.running(**exactly_once):
+            scene.fill(topic, 50, keys=9)
+            wait_until(lambda: scene.count() == 0, "the harvester publishes", PROMISED_SECONDS)
+            time.sleep(20.0)
+            assert "joins leader group" not in relay.text()
+        relay.wait_for("joins leader group")
+        wait_until(lambda: relay.text().count(" leads ") >= 2, "the relay leads again", GENEROUS_SECONDS)
+        scene.fill(topic, 50, keys=9)
+        with scene.running(**exactly_once):
+            wait_until(lambda: scene.count() == 0, "the second harvester publishes", NEW_PATIENCE_SECONDS + 25)
+    wait_until(lambda: relay.text().count("joins leader group") == 2, "the relay stands by", SPARK_SECONDS)
+    assert sorted(map(identity_of, scene.read(topic))) == list(range(1, 151))
 
 
 @pytest.mark.complete

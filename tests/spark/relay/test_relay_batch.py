@@ -103,7 +103,7 @@ def test_a_relay_ends_with_its_session_unless_it_is_being_stopped(monkeypatch):
     monkeypatch.setattr("outbox_spark.pipelines.relay.publish", fail)
     config = RelayConfig(harvest=HarvestConfig(data_source="dbname=x"))
     relay, planner = _Relay(None, config, None, threading.Event(), None), SimpleNamespace(holds=NO_HOLDS)
-    relay._pause, relay._duty = 0.0, RelayDuty({}, "g", None, None)
+    relay._pause, relay._duty = 0.0, RelayDuty({}, "g", None)
     with pytest.raises(RelayFailed, match="Spark has ended, start the relay again: no answer"):
         relay._publish(planner, (), 1, lambda: True)
     assert not relay._publish(planner, (), 1, lambda: False)

@@ -1,25 +1,30 @@
 """Surprises for a shard's task: holds, tables, servers, torn transactions; and rows that mean no good."""
 
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import psycopg
 import pytest
 
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import OutboxError, OutboxTableError, StoreUnavailable
 from outbox_core.kafka.manifest import Opening
 from outbox_core.kafka.tracking import opening_key
 from outbox_core.kafka.transactions import Committed, never
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import archive_statements
 from outbox_core.stores.interface import NO_FLOOR
-from outbox_spark.pipelines.relay import RelayConfig, _Relay
+from outbox_spark.pipelines import relay
+from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, _Relay
+from outbox_spark.relay import fencing
 from outbox_spark.relay.duty import RelayDuty
+from outbox_spark.relay.monitor import RelayMonitor
 from outbox_spark.relay.plan import Planner, ShardOutcome
 from outbox_spark.relay.shard_store import ShardStore
-from tests.harvesting import identity_of
+from tests.harvesting import GENEROUS_SECONDS, identity_of, wait_until
 from tests.spark.relay.outcome import assert_each_once_in_order
 from tests.spark.relay.relay_scene import RelayScene, slow_ends
 
@@ -188,7 +193,7 @@ def test_all_is_settled_again_after_a_failure(scene, make_topic, monkeypatch):
     topic, rows_left = make_topic(), []
     scene.fill(topic, 5, keys=2)
     relay = _Relay(None, RelayConfig(harvest=scene.settings), None, threading.Event(), None)
-    relay._identity, relay._pause, relay._duty = scene.transactions, 0.0, RelayDuty({}, "g", None, None)
+    relay._identity, relay._pause, relay._duty = scene.transactions, 0.0, RelayDuty({}, "g", None)
     relay._plan = replace(relay._plan, outbox=scene.identity, server_id=scene.store.server_id())
 
     def publish(_, plan, __):
@@ -205,6 +210,160 @@ def test_all_is_settled_again_after_a_failure(scene, make_topic, monkeypatch):
         relay._monitor.leads(None)
     assert rows_left[:2] == [5, 3]
     assert_each_once_in_order(scene, topic, 5)
+
+
+class Driver:
+    """A relay's driver on a thread of its own, whose tasks run here; it leads from the beginning."""
+
+    def __init__(self, scene, monkeypatch, *, once=False):
+        self.stopping, self.duty, self.failure = threading.Event(), RelayDuty({}, "g", None), None
+        self.relay = _Relay(None, RelayConfig(harvest=scene.settings), None, self.stopping, None)
+        self.relay._identity, self.relay._duty = scene.transactions, self.duty
+        self.relay._plan = replace(self.relay._plan, outbox=scene.identity, server_id=scene.store.server_id())
+        self.publish = scene.run
+        monkeypatch.setattr(relay, "publish", lambda _, plan, __: self.publish(plan))
+        self.leads = True  # else one leadership ends, and the next begins
+        self._lead = partial(self.relay._lead, contender=SimpleNamespace(leads=lambda _: self.leads), once=once)
+        self._claim = scene.claim
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        with closing(self.relay._store):
+            try:
+                while not self.stopping.is_set():
+                    self.leads = True
+                    self._lead(SimpleNamespace(term=self._claim()))
+            except OutboxError as error:
+                self.failure = error
+            self.relay._monitor.leads(None)
+
+    @property
+    def is_alive(self):
+        return self._thread.is_alive()
+
+    def __enter__(self):
+        self.duty.leads(True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stopping.set()
+        self._thread.join(GENEROUS_SECONDS)
+        assert not self.is_alive
+
+
+@pytest.fixture
+def driver(scene, monkeypatch):
+    """Yield a driver at work, which is stopped when the test ends."""
+    with Driver(scene, monkeypatch) as made:
+        yield made
+
+
+def lines_of(caplog, text):
+    """Return how many log lines have a text."""
+    return sum(text in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_table_that_is_away_for_a_while_ends_no_relay_at_work(scene, driver, make_topic, caplog, is_new):
+    """A table that is renamed away and back, or dropped and made anew, is an outage, told once; then all flows."""
+    topic = make_topic()
+    scene.fill(topic, 5)
+    wait_until(lambda: scene.count() == 0, "the first rows are published")
+    scene.execute(f"ALTER TABLE {scene.table.quoted} RENAME TO away")
+    wait_until(lambda: lines_of(caplog, "does not exist"), "the relay misses its table")
+    time.sleep(4.0)
+    assert driver.is_alive
+    assert lines_of(caplog, "does not exist") == 1
+    assert driver.duty._failure == ""  # others miss it, too
+    if is_new:
+        scene.execute(f"CREATE TABLE {scene.table.quoted} (LIKE away INCLUDING ALL)")
+    else:
+        scene.execute(f"ALTER TABLE away RENAME TO {scene.table.quoted.rpartition('.')[2]}")
+    scene.fill(topic, 5)
+    wait_until(lambda: scene.count() == 0, "the relay goes on")
+    wait_until(lambda: lines_of(caplog, "the relay: back after"), "the outage is over")
+    assert len(scene.read(topic)) == 10
+
+
+def test_what_may_take_long_is_told(scene, driver, make_topic, monkeypatch):
+    """Settling, marks, a count of the backlog and the job may take long, and the watch knows; planning may not."""
+    slow = {}
+
+    def noting(owner, name):
+        real = getattr(owner, name)
+
+        def noted(*arguments, **options):
+            slow[name] = driver.duty._slow_until > time.monotonic()
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("ensure_shards", "fence_and_purge", "refuse_marked_rows"):
+        noting(fencing, name)
+    noting(Planner, "next")
+    noting(RelayMonitor, "looks")
+    noting(relay, "publish")
+    driver.leads = False  # the next one does all of it
+    scene.fill(make_topic(), 5)
+    wait_until(lambda: scene.count() == 0 and len(slow) == 6, "the rows are published")
+    assert slow.pop("next") is False
+    assert all(slow.values())
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_table_that_is_missing_ends_a_relay_that_starts(scene, monkeypatch, once):
+    """What is wrong before it has begun in order ends a relay, with the reason; with `once`, at any time."""
+    scene.execute(f"ALTER TABLE {scene.table.quoted} RENAME TO away")
+    with Driver(scene, monkeypatch, once=once) as driver:
+        wait_until(lambda: not driver.is_alive, "the relay ends")
+    assert isinstance(driver.failure, OutboxTableError)
+
+
+def test_marks_in_a_later_leadership_are_left_to_others(scene, driver, make_topic, caplog):
+    """Rows with a mark end no relay that has worked: it counts as unable, so that others drain them."""
+    topic = make_topic()
+    scene.fill(topic, 5)
+    wait_until(lambda: scene.count() == 0, "the first rows are published")
+    driver.publish = lambda _: None
+    scene.fill(topic, 1)
+    scene.execute(f"UPDATE {scene.table.quoted} SET leader_id = gen_random_uuid()")
+    driver.leads = False
+    wait_until(lambda: lines_of(caplog, "carry the mark"), "the relay sees the mark")
+    wait_until(lambda: "carry the mark" in driver.duty._failure, "the relay counts as unable")
+    driver.publish = scene.run
+    scene.execute(f"UPDATE {scene.table.quoted} SET leader_id = NULL")
+    wait_until(lambda: scene.count() == 0, "the relay goes on")
+
+
+def test_a_topic_that_is_refused_for_a_while_ends_no_relay_at_work(scene, driver, make_topic, caplog):
+    """A right that was revoked is an outage for a relay that has published, and counts as work that it cannot do."""
+    topic = make_topic()
+    scene.fill(topic, 5)
+    wait_until(lambda: scene.count() == 0, "the first rows are published")
+    refused = ShardOutcome(0, 1, error="TopicRefused", message="record 6: not authorized, as User:shop")
+    driver.publish = lambda _: [refused]
+    scene.fill(topic, 5)
+    wait_until(lambda: lines_of(caplog, "the relay: record 6: not authorized, as User:shop"), "the relay is refused")
+    time.sleep(3.0)
+    assert driver.duty._failure == refused.message
+    assert lines_of(caplog, "retrying") == 1
+    driver.publish = scene.run
+    wait_until(lambda: scene.count() == 0, "the relay goes on")
+    assert driver.is_alive
+
+
+@pytest.mark.parametrize(("error", "has_worked"), [("TopicRefused", False), ("InvalidRecord", True)])
+def test_what_a_task_finds_wrong_ends_a_relay(scene, driver, make_topic, error, has_worked):
+    """A relay whose first batch is refused ends, with the reason; a record that cannot be published always ends it."""
+    topic = make_topic()
+    if has_worked:
+        scene.fill(topic, 5)
+        wait_until(lambda: scene.count() == 0, "the first rows are published")
+    driver.publish = lambda _: [ShardOutcome(0, error=error, message="6")]
+    scene.fill(topic, 5)
+    wait_until(lambda: not driver.is_alive, "the relay ends")
+    assert isinstance(driver.failure, RelayFailed)
 
 
 def test_a_lost_connection_takes_positions_away(scene, make_topic):

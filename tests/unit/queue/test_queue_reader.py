@@ -219,12 +219,50 @@ def test_offsets_that_begin_again(world):
 
 
 def test_what_may_not_be_written_is_told(world):
-    """A refusal that does not pass ends the reading; any other is tried again."""
+    """A refusal of the first messages ends the reading; what may pass is tried again."""
     world.writer.failures.append(NotStarted("later", KafkaError(KafkaError.REQUEST_TIMED_OUT)))
     world.step(Record(0, 0))
     world.writer.failures.append(NotStarted("forbidden", KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
     with pytest.raises(QueueError, match="cannot be started: forbidden"):
-        world.step(Record(0, 0))
+        world.step()
+
+
+def test_what_may_not_be_written_for_a_while_is_tried_again(world, caplog):
+    """A refusal after messages were started is told once, with the principal, and their like are started later."""
+    world.step(Record(0, 0))
+    refusal = NotStarted("forbidden", KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
+    world.writer.failures += [refusal] * 3
+    world.step(Record(0, 1))
+    for _ in range(3):
+        world.step()
+    assert world.started == ["0-0", "0-1"]
+    assert [line for line in caplog.messages if "not started" in line] == [
+        "queue 'q': messages are not started yet: forbidden (as User:ANONYMOUS)"
+    ]
+
+
+def refused():
+    """Return the event of a refusal in place of a record."""
+    return Record(0, 0, error=KafkaError(KafkaError.GROUP_AUTHORIZATION_FAILED))
+
+
+def test_what_may_not_be_read_is_told(world):
+    """A refusal before anything was read ends the reading, with the right that is missing."""
+    with pytest.raises(QueueError, match=r"cannot be read: .*; grant READ on group 'kafka-mq-q' to"):
+        world.step(refused())
+
+
+def test_what_may_not_be_read_for_a_while_ends_nothing(world, caplog):
+    """A refusal after something was read, if only a partition's end, is told once, though others come between."""
+    world.step(end_of(0, 5))
+    for _ in range(3):
+        world.step(refused())
+        world.step(Record(0, 0, error=KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+    world.step(Record(0, 5))
+    assert world.started == ["0-5"]
+    assert sum("grant READ on" in line for line in caplog.messages) == 2
+    with pytest.raises(QueueError, match="cannot be read"):
+        world.step(Record(0, 0, error=KafkaError(KafkaError._FATAL, "fenced", fatal=True)))
 
 
 def test_no_poll_takes_long(monkeypatch):

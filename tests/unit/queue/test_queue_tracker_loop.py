@@ -1,9 +1,11 @@
 """A tracker's commits and ticks, with Kafka clients that do nothing."""
 
+import itertools
+
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from outbox_queue import QueueConfig
+from outbox_queue import QueueConfig, QueueError
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.redelivery import loop as tracker_loop
 from outbox_queue.redelivery.loop import TrackerLoop
@@ -117,3 +119,55 @@ def test_slow_redelivery_does_not_put_off_reports(loop, monkeypatch):
     loop._report_if_due(10_000.0)  # the turn began then
     loop._report_if_due(15_100.0)
     assert len(reports) == 2
+
+
+class Marker:
+    """A record of the marker topic that is no marker, or an error in its place."""
+
+    _offsets = itertools.count(5)
+
+    def __init__(self, error=None):
+        self._error, self._offset = error, next(self._offsets)
+
+    def error(self):
+        return self._error
+
+    def partition(self):
+        return 0
+
+    def offset(self):
+        return self._offset
+
+    def timestamp(self):
+        return 2, 1000
+
+    def key(self):
+        return None
+
+    value = key
+
+
+REFUSED = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+
+
+def test_what_may_not_be_read_is_told(loop):
+    """A refusal before anything was read ends the tracker, with the right that is missing."""
+    with pytest.raises(QueueError, match=r"cannot be read: .*; grant READ on topic 'markers'"):
+        loop._read([Marker(REFUSED)])
+
+
+def test_what_may_not_be_read_for_a_while_ends_nothing(loop, caplog):
+    """A refusal after markers were read is an outage, told once and shown by health, until markers are read again."""
+    loop._read([Marker()])
+    for _ in range(3):
+        loop._read([Marker(REFUSED)])
+        loop._read([Marker(), Marker(REFUSED)])
+    assert sum("grant READ on" in line for line in caplog.messages) == 1
+    assert loop.outage.is_ongoing
+    loop._ctx.ticks = Ticks()
+    assert loop._partitions[0].attend(0.0)
+    assert loop._ctx.ticks.reports  # perhaps there is nothing else to read
+    loop._read([Marker()])
+    assert not loop.outage.is_ongoing
+    with pytest.raises(QueueError, match="cannot be read"):
+        loop._read([Marker(KafkaError(KafkaError._FATAL, "fenced", fatal=True))])
