@@ -19,6 +19,10 @@ While out it reads on: its `Predecessor` and its health know of leaders as a sta
 - *A deposed owner whose rival's heartbeats it hears stays*: somebody leads, and the claim of the next owner would only
   depose that one. Such a rival is a stranger to the group, or is about to learn from the coordinator that it has lost
   the partition. A rival that made a claim and writes no heartbeats is none.
+
+**A topic that may be made anew**, after it was deleted say, does not show who led on the old one and may still have a
+lease, cut off from all brokers. A member that was there knows. A process that starts knows it by the group: Kafka
+remembers that while the topic shows no leader of it. Then it takes a leader to have been alive just now.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ from outbox_core.election.lease import Leadership, now
 from outbox_core.election.messages import Claim, Signal, encode, encode_look
 from outbox_core.election.observer import Observer, signal_in
 from outbox_core.election.protocol import Ownership, Predecessor
-from outbox_core.errors import LeaderTopicError, OutboxError
+from outbox_core.errors import KafkaUnavailable, LeaderTopicError, OutboxError
 from outbox_core.events import Event, EventHandler, LeaderRevoked
+from outbox_core.kafka.admin import Inquiry
 from outbox_core.kafka.clients import (
     OFFSET_END,
     Consumer,
@@ -90,6 +95,7 @@ class Member:
         self._health = GroupHealth(config, self._connection)
         self._predecessor = Predecessor(config.heartbeat_timeout.total_seconds())
         self._joined_at = 0  # the offset of the message that this member wrote first
+        self._is_anew = False  # the topic may be, while the group is not: no claim was read before that message yet
         self._position = OFFSET_END  # of the next message to read, as owner or beside it
         self._observer = Observer(config, self._place, self._observe, self._on_error)
         self._producer = make_producer(config.producer_settings())
@@ -130,7 +136,15 @@ class Member:
     def join(self) -> None:
         """Ask to be let into the group, or raise LeaderTopicError if the leader topic refuses our messages for good."""
         self._look()
+        self._is_anew = self._position == 0 and self._is_group_known()
         self._subscribe()
+
+    def _is_group_known(self) -> bool:
+        try:
+            with Inquiry(self._config.kafka) as inquiry:
+                return inquiry.knows_group(self._config.group_id)
+        except KafkaUnavailable:
+            return True
 
     def succeeds(self) -> None:
         """Note, before `join`, that this process was in the group already: what speaks against it now may pass."""
@@ -343,10 +357,15 @@ class Member:
             self._joined_at = 0  # the topic was made anew: its offsets begin again
         self._position = offset + 1
         if offset >= self._joined_at:
+            if self._is_anew:
+                self._is_anew = False
+                self._predecessor.suspect(now())
             self._health.on_signal(signal)
-        elif message.timestamp()[1] < (time.time() - _LONG_AGO_SECONDS) * 1000:
-            return None  # of a leader that is gone for certain
-        return signal
+            return signal
+        is_old = message.timestamp()[1] < (time.time() - _LONG_AGO_SECONDS) * 1000
+        if is_old or (signal is not None and self._config.contest.includes(signal.contest)):
+            self._is_anew = False
+        return None if is_old else signal  # of a leader that is gone for certain
 
     def _read(self, message: Message) -> None:
         self._connection.on_ok()

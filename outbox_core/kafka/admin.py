@@ -256,20 +256,29 @@ class Inquiry:
             for part in cluster.topics[topic].partitions.values()
         }
 
+    def knows_group(self, group_id: str) -> bool:
+        """Return True if a consumer group has members, or had some lately; see `member_ids`."""
+        group = self._group(group_id)
+        return group is not None and group.state.name != "DEAD"  # as brokers before 4.0 say of one that is not there
+
     def member_ids(self, group_id: str) -> frozenset[str]:
         """Return the IDs of the members of a consumer group, none if Kafka knows no such group.
 
         Raises:
             KafkaUnavailable: if Kafka does not say; needs DESCRIBE on the group, which comes with READ.
         """
+        group = self._group(group_id)
+        return frozenset() if group is None else frozenset(one.member_id for one in group.members)
+
+    def _group(self, group_id: str) -> Any:
         asked = self.admin.describe_consumer_groups([group_id], request_timeout=self.remaining)[group_id]
         try:
-            return frozenset(one.member_id for one in self.wait_for(asked, f"group {group_id!r}").members)
+            return self.wait_for(asked, f"group {group_id!r}")
         except KafkaException as error:
             cause: KafkaError = error.args[0]
             error.__traceback__ = None  # as in _describe
             if cause.code() == KafkaError.GROUP_ID_NOT_FOUND:
-                return frozenset()
+                return None
             if cause.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
                 remedy = grant("DESCRIBE", self.config, f"group {group_id!r}")
                 raise KafkaUnavailable(f"group {group_id!r} may not be described: {cause.str()}; {remedy}") from None

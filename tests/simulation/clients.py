@@ -1199,7 +1199,8 @@ class AdminClient(Client):
 
         def answered(answer: Any) -> None:
             if answer is not LOST and answer[0] is None:
-                future.set_result(SimpleNamespace(members=[SimpleNamespace(member_id=each) for each in answer[1]]))
+                members = [SimpleNamespace(member_id=each) for each in answer[1]]
+                future.set_result(SimpleNamespace(members=members, state=SimpleNamespace(name="STABLE")))
             elif answer is not LOST and answer[0] != KafkaError.NOT_COORDINATOR:
                 future.set_exception(KafkaException(KafkaError(answer[0])))
             elif self.process.monotonic() >= end:
