@@ -154,10 +154,6 @@ _LOCKED = {
     "faults": ("lock",), "fault_pause": 60.0, "harvesters": 2, "writers": 1, "pause": 3.0, "seconds": 400.0,
     **_FAITHFUL,
 }  # fmt: skip
-_NEW_LEADER_TOPIC = {
-    "faults": ("reassign", "isolate", "restart", "leader topic"), "harvesters": 2, "writers": 1, "pause": 1.0,
-    "seconds": 80.0, **_FAITHFUL,
-}  # fmt: skip
 _EXPIRED = {"faults": ("expire",), "pause": 3.0, **_FAITHFUL}
 _PUT_BACK = {
     "faults": ("put back",), "fault_pause": 20.0, "harvesters": 1, "writers": 1, "pause": 1.0, "seconds": 400.0,
@@ -416,9 +412,6 @@ RULES = {
         float("-inf"),
         shows="two lead",
         plan={"faults": ("reassign",), "harvesters": 2},
-    ),
-    "a topic that may be made anew hides a lease": _both(
-        Member, "_is_group_known", lambda _: False, shows="two lead", plan=_NEW_LEADER_TOPIC
     ),
 }
 

@@ -751,6 +751,24 @@ def test_leader_topic_that_refuses(contend, topic_name, kafka_bootstrap, setting
         contend(topic=topic)
 
 
+def test_leader_topic_made_anew_may_hide_a_lease(contend, topic_name, kafka_bootstrap):
+    """A process that starts waits for a lease if Kafka knows the group, and the topic shows no leader of it."""
+    topic = topic_name("anew")
+    first = leads(contend(quick=True, topic=topic))
+    assert first._member._predecessor.gone_at < now(), "a new group waits for nobody"
+    first.stop()
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})  # lives until it has answered
+    admin.delete_topics([topic])[topic].result(10)
+    until(lambda: topic not in admin.list_topics(timeout=10).topics)
+    began = now()
+    second = leads(contend(quick=True, topic=topic))
+    assert second.times(LeaderAcquired)[0] > began + LEASE
+    second.stop()
+    began = now()
+    third = leads(contend(quick=True, topic=topic))
+    assert third._member._predecessor.gone_at < began, "what the topic shows is enough"
+
+
 def test_leader_topic_that_begins_to_refuse(contend, topic_name, kafka_bootstrap, caplog):
     """While Kafka refuses the heartbeats there is no leader, a warning and trouble in each member; neither ends."""
     caplog.set_level(logging.INFO, logger="outbox_core.election")
