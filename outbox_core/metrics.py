@@ -116,9 +116,12 @@ class Activity:
         self.finished()
         self.has_finished = False
 
-    def end(self) -> None:
-        """End a leadership: nothing is owed any more."""
-        self.duty.ended()
+    def end(self, *, is_handed_over: bool = True) -> None:
+        """End a leadership: nothing is owed any more, if it is another's now."""
+        if is_handed_over:
+            self.duty.ended()
+        else:
+            self.duty.lost(self.now())
         self.culprit = ""
 
     def cannot_reach(self, places: Mapping[tuple[str, int | None], float]) -> None:
@@ -157,6 +160,11 @@ class Activity:
         """Note that work begins which ends with `duty.succeeded` or `duty.dropped`."""
         for work in works:
             self.duty.tried(work, self.now())
+
+    def goes_on(self, work: str) -> None:
+        """Note that a part of some work is done, which consists of many and has not succeeded yet."""
+        self.duty.dropped(work)
+        self.tries_to(work)
 
     @property
     def longest_step(self) -> tuple[str, float]:
@@ -311,12 +319,12 @@ class HarvestMetrics:
             self._values["dead_letters"] += count
         self.activity.finished()
 
-    def leading(self, leader: bool, term: int = -1) -> None:
-        """Note that leadership begins, and its number, or that it ends."""
+    def leading(self, leader: bool, term: int = -1, *, is_handed_over: bool = True) -> None:
+        """Note that leadership begins, and its number, or that it ends, handed over to another or by itself."""
         if leader:
             self.activity.begin()
         else:
-            self.activity.end()
+            self.activity.end(is_handed_over=is_handed_over)
         self._term = term if leader else -1
         self._values["leader"] = float(leader)
 

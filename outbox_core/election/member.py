@@ -87,7 +87,8 @@ class Member:
         self._ownership: Ownership | None = None
         self.is_handing_over = False  # then the lease may still run, and no work may begin
         self.has_joined = False  # an error of the group may pass from then on
-        self._able_at = now()  # the last time when it led, or had no partition to lead by
+        self._able_at = now()  # the last time when it led for long, or had no partition to lead by
+        self._led_since: float | None = None
         self._absence: Absence | None = None
         self._left_at = 0.0
         self._connection = ConnectionLog(config)
@@ -202,8 +203,14 @@ class Member:
 
     def _leave_if_unable(self) -> None:
         ownership, at = self._ownership, now()
-        if ownership is None or ownership.leadership is not None or ownership.hears_rival:
+        leads = ownership is not None and ownership.leadership is not None
+        self._led_since = (self._led_since or at) if leads else None
+        # A lease that ends by itself as soon as it begins is none to work by.
+        leads_for_long = self._led_since is not None and at - self._led_since >= self._session
+        if ownership is None or leads_for_long or ownership.hears_rival:
             self._able_at = at
+        elif leads:
+            return
         elif at - self._able_at > _SESSIONS_UNABLE * self._session:
             cause = self._health.last_error
             reason = f"it had the partition and could not lead for {at - self._able_at:.0f} s"

@@ -10,9 +10,10 @@ from typing import Self
 from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig
 from outbox_core.election.interface import LeaderElector
-from outbox_core.errors import RowsRemain, StoreUnavailable, TableUnusable
+from outbox_core.errors import RowsRemain, StatementCancelled, StoreUnavailable, TableUnusable
 from outbox_core.events import Event, MeterRead
 from outbox_core.harvest.at_least_once.send_window import SendWindow
+from outbox_core.harvest.steps import BEGIN
 from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka.batch_sizes import BatchSizes
@@ -110,6 +111,8 @@ class HarvestContext:
     def note_outage(self, error: StoreUnavailable, thread: StoreThread) -> float:
         """Note that a statement failed; return the seconds until it may be repeated."""
         backoff = self.limits.io_error_backoff
+        if isinstance(error, StatementCancelled):  # as it would be for others
+            self.metrics.activity.duty.excused(BEGIN, self.metrics.activity.now())
         if isinstance(error, RowsRemain):
             outage = self.removal
             outage.failed(error)

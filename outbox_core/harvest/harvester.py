@@ -326,7 +326,10 @@ class Harvester:
             self._fenced_at = now()
         if isinstance(event, LeaderRevoked):
             self._hand_over()
-        self.metrics.leading(isinstance(event, LeaderAcquired), getattr(event, "term", -1))
+        is_handed_over = not isinstance(event, LeaderFenced)
+        self.metrics.leading(
+            isinstance(event, LeaderAcquired), getattr(event, "term", -1), is_handed_over=is_handed_over
+        )
         if isinstance(event, LeaderAcquired):
             # From now: the harvest thread may hang in a call of an earlier leadership, and would never try anything.
             self.metrics.activity.tries_to(BEGIN)

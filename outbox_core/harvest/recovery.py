@@ -62,8 +62,12 @@ class Recovery:
         return self._settle(self._transactions, producer) or self._settle_shards()
 
     def _settle_shards(self) -> Ended | None:
-        shards = self._transactions.relay_shards()
-        return next(filter(None, map(self._settle_alone, shards)), None)
+        for shard in self._transactions.relay_shards():
+            ended = self._settle_alone(shard)
+            if ended is not None:
+                return ended
+            self._ctx.metrics.activity.goes_on(BEGIN)  # there may be hundreds
+        return None
 
     def _settle(self, transactions: TransactionalIdentity, producer: RecordProducer) -> Ended | None:
         ended = producer.init(self._patience(transactions))

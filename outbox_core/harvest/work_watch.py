@@ -37,7 +37,7 @@ from typing import NamedTuple, Protocol
 from outbox_core.config import redact
 from outbox_core.errors import KafkaUnavailable, OutboxError
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.steps import KEEP_TIME, MAKE, OF_DATABASE, OF_KAFKA, PUBLISH, REACH, WRITE
+from outbox_core.harvest.steps import BEGIN, KEEP_TIME, MAKE, OF_DATABASE, OF_KAFKA, PUBLISH, REACH, WRITE
 from outbox_core.kafka import duty
 from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
 
@@ -101,7 +101,6 @@ class WorkWatch:
         self._unmade = unmade
         self._stopping = threading.Event()
         self._right_since: float | None = None  # of the leadership that the next ones are about
-        self._is_stepping_down = False
         self._is_alone = False
         self._suspect_at = 0.0
         self._excused: dict[Place, float] = {}  # that fail for others, too -> when that was found
@@ -128,7 +127,7 @@ class WorkWatch:
         ours, now = self._activity.duty, self._activity.now
         if ours.right_since != self._right_since:  # a leadership may end and the next begin between two looks
             self._right_since = ours.right_since
-            self._is_stepping_down = self._is_alone = False
+            self._is_alone = False
             self._excused.clear()
             self._database = _NOT_ASKED
         if not ours.has_right:
@@ -138,7 +137,7 @@ class WorkWatch:
         self._note_producer()
         self._suspect(ours.owed(now()))
         step_down = getattr(self._ctx.elector, "step_down", None)  # an elector of the user's own may not have it
-        if step_down is None or self._is_stepping_down or not ours.should_ask(now()):
+        if step_down is None or not ours.should_ask(now()):
             return
         members = self._questions.members()
         if members == 1:
@@ -230,14 +229,15 @@ class WorkWatch:
     def _leave(self, step_down: Callable[[str, Callable[[], bool]], None]) -> None:
         overdue = {work for work in self._activity.duty.overdue(self._activity.now()) if self._is_ours(work)}
         if overdue and not self._stopping.is_set():
-            self._is_stepping_down = True
-            step_down(self._complaint(), self._probe_of(overdue))
+            reason = self._complaint()
+            self._activity.duty.ended()  # also if the lease ends by itself before the hand-over
+            step_down(reason, self._probe_of(overdue))
 
     def _is_ours(self, work: str) -> bool:
         """Return False, and begin the patience with this work anew, if others would fare the same."""
         if work == REACH:
             return self._are_places_ours()
-        if work in OF_DATABASE:
+        if work in OF_DATABASE or (work == BEGIN and self._statement_lasts):
             fails_for_all = self._statement_lasts and self._is_at_work()
         else:
             waits_for_all = work == PUBLISH and self._activity.longest_step[0] == ACKNOWLEDGEMENTS

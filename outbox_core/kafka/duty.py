@@ -20,6 +20,9 @@ back when it asks the next time, and leaves.
 
 A member that comes back and fails once more has the patience of a newcomer: a probe that shows less than the work needs
 costs a hand-over a minute, and no more.
+
+**A right that flaps.** A leader whose lease ends by itself (its heartbeats come back too late, say) may lead again some
+seconds later, and again. Nobody else had the right meanwhile, so what it owes it owes since before.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ SILENCE_SECONDS: Final = 10.0
 """Longer than a hand-over and the lease that follows it, during which nobody is heard either, if those take no longer
 than by default."""
 
+RESUMED_SECONDS: Final = 10.0
+"""A right that ended by itself and begins again within this time was nobody else's for long enough to work."""
+
 SILENCE_JITTER_SECONDS: Final = 5.0
 """So that of several that are out one comes back first, and is heard by the others."""
 
@@ -53,7 +59,7 @@ class Duty:
     It has no clock, thread or client: each `now` is a number of seconds of any one monotonic clock. One thread uses it;
     but `tried`, `succeeded` and `dropped` may be called by any, as work that hangs must be watched from beside it.
 
-    In the group call `began`, `tried`, `succeeded`, `excused`, `ended`, and every second or so `should_ask`, then
+    In the group call `began`, `tried`, `succeeded`, `excused`, `ended` or `lost`, and every second or so `should_ask`, then
     `should_leave` with the answer. Once it has left call `left`, then `should_probe`, `probed` and `heard`, until
     `may_return`; then `returned`.
 
@@ -65,6 +71,7 @@ class Duty:
     def __init__(self, spread: float = 0.0, silence: float = SILENCE_SECONDS) -> None:
         self._silence = silence + spread * SILENCE_JITTER_SECONDS
         self._began_at: float | None = None
+        self._lost: tuple[float, float] | None = None  # when the right that was lost had begun, and when it was lost
         self._outstanding: dict[str, float] = {}  # work -> when it was tried first since it succeeded last
         self._excused: dict[str, float] = {}  # outstanding work -> when it was found last that it fails for others, too
         self._shown: set[str] = set()  # work that succeeded since the right began
@@ -93,13 +100,22 @@ class Duty:
     # -- in the group
 
     def began(self, now: float) -> None:
-        """Take in that the right to work has begun: nothing is owed from before."""
-        self.ended()
-        self._began_at = now
+        """Take in that the right to work has begun: nothing is owed from before, unless it was `lost` just now."""
+        began_at, lost_at = self._lost or (now, float("-inf"))
+        if now - lost_at > RESUMED_SECONDS:
+            self.ended()
+            began_at = now
+        self._began_at, self._lost = began_at, None
+
+    def lost(self, now: float) -> None:
+        """Take in that the right to work has ended by itself, and may begin again at once."""
+        if self._began_at is not None:
+            self._lost = self._began_at, now
+            self._began_at = None
 
     def ended(self) -> None:
         """Take in that the right to work has ended. Idempotent."""
-        self._began_at = None
+        self._began_at = self._lost = None
         self._outstanding.clear()
         self._excused.clear()
         self._shown.clear()

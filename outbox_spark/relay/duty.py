@@ -74,8 +74,8 @@ class RelayDuty:
 
     # -- the elector's thread
 
-    def leads(self, is_leader: bool) -> None:
-        """Take in that leadership begins or ends."""
+    def leads(self, is_leader: bool, is_handed_over: bool = True) -> None:
+        """Take in that leadership begins, or that it ends, handed over to another or by itself."""
         with self._lock:
             self._slow_until, self._failure = 0.0, ""
             self._has_asked_to_leave = self._is_alone = False
@@ -83,8 +83,10 @@ class RelayDuty:
                 now = time.monotonic()
                 self._duty.began(now)
                 self._duty.tried(_PUBLISH, now)
-            else:
+            elif is_handed_over:
                 self._duty.ended()
+            else:
+                self._duty.lost(time.monotonic())
 
     # -- the driver's thread
 
@@ -154,6 +156,7 @@ class RelayDuty:
                 self._is_alone = True
                 return
             self._has_asked_to_leave = True
+            self._duty.ended()  # also if the lease ends by itself before the hand-over
         step_down(reason, self.is_able)
 
     def _may_be_slow(self, now: float) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership, Neli, NeliConfig
 from outbox_core.election.lease import now
-from outbox_core.events import Event, LeaderAcquired, LeaderRevoked
+from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRevoked
 
 _UNABLE_SECONDS = 5.0
 
@@ -23,10 +23,11 @@ class Contender:
         config: Settings of the outbox.
         identity: The outbox's.
         server_id: That of its database.
-        leads: Told on the elector's thread that leadership begins (before `begin` returns it), or ends.
+        leads: Told on the elector's thread that leadership begins (before `begin` returns it), or that it ends, and if it
+            was handed over rather than lost.
     """
 
-    def __init__(self, config: HarvestConfig, identity: str, server_id: str, leads: Callable[[bool], None]) -> None:
+    def __init__(self, config: HarvestConfig, identity: str, server_id: str, leads: Callable[[bool, bool], None]) -> None:
         self._elector = Neli(NeliConfig.of(config, identity, server_id), self._on_event)
         self._on_leading = leads
         self._steps_down = False  # because it cannot work
@@ -52,7 +53,7 @@ class Contender:
         self._elector.step_down(reason, lambda: not self._busy and is_able())
 
     def _on_event(self, event: Event) -> None:
-        self._on_leading(isinstance(event, LeaderAcquired))
+        self._on_leading(isinstance(event, LeaderAcquired), not isinstance(event, LeaderFenced))
         with self._changed:
             self._announced = self._elector.leadership if isinstance(event, LeaderAcquired) else None
             if isinstance(event, LeaderRevoked):

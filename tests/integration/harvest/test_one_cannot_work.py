@@ -121,6 +121,10 @@ class Stage:
         if how == "frozen":
             with self._frozen_backends():
                 yield
+        elif how == "slow":  # heartbeats come back as late as a lease lasts: it ends and begins again and again
+            link.slow(1.4)
+            yield
+            link.restore()
         elif how == "refused":
             link.reset()
             yield
@@ -246,6 +250,7 @@ def test_one_that_loses_the_database(stage, delivery, monkeypatch, caplog):
 MATRIX = [
     ("leader topic", "leader topic: hole"),
     ("leader topic", "leader topic: refused"),
+    ("leader topic", "leader topic: slow"),
     ("data", "data: hole"),
     ("data", "data: refused"),
     ("transaction coordinator", "transaction coordinator: hole"),

@@ -41,7 +41,7 @@ def contender(monkeypatch):
     monkeypatch.setattr(leadership, "_UNABLE_SECONDS", 0.05)
     config = HarvestConfig(data_source="dbname=x", base_kafka_config={"bootstrap.servers": "h:1"})
     told = []
-    made = Contender(config, "d.s.t", "7", lambda leads: told.append((leads, made._announced is not None)))
+    made = Contender(config, "d.s.t", "7", lambda leads, _: told.append((leads, made._announced is not None)))
     made.told = told
     return made
 

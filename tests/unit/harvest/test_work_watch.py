@@ -15,7 +15,7 @@ from outbox_core.errors import (
     StatementCancelled,
     StoreUnavailable,
 )
-from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, PURGE, REACH, READ, SCAN, WHOLE_TABLE, WRITE
+from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, PURGE, REACH, READ, SCAN, STATEMENT, WHOLE_TABLE, WRITE
 from outbox_core.harvest.work_watch import WorkWatch
 from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS, PATIENCE_SECONDS
 from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
@@ -133,6 +133,48 @@ def test_each_leadership_is_watched_anew(world):
     with world.activity.statement(*SCAN):
         world.pass_(NEW_PATIENCE_SECONDS + 1)
     assert len(world.steps_down) == 2
+
+
+def test_a_lease_that_flaps(world):
+    """A leader whose lease ends by itself and begins again owes what it owed: the patience is not that of a newcomer."""
+
+    def fail():
+        with suppress(StoreUnavailable), world.activity.statement(*SCAN):
+            raise StoreUnavailable("refused")
+
+    for _ in range(3):
+        world.pass_(7, fail)
+        world.activity.end(is_handed_over=False)
+        world.pass_(3)
+        world.activity.begin()
+    assert len(world.steps_down) == 1
+
+
+def newcomer(world):
+    """Begin a leadership that has to settle what the last leader began."""
+    world.activity.end()
+    world.activity.begin()
+    world.activity.tries_to(BEGIN)
+
+
+def test_a_beginning_behind_a_lock(world):
+    """A newcomer whose settlement waits for a lock, for which all others would wait, too, goes on."""
+    newcomer(world)
+    world.questions.work = "has it wait for a lock"
+    with world.activity.statement(*STATEMENT):
+        world.pass_(NEW_PATIENCE_SECONDS + PATIENCE_SECONDS)
+    assert world.steps_down == []
+
+
+def test_a_beginning_that_consists_of_many_parts(world):
+    """Settling hundreds of shards takes minutes, and each that is done shows that the leader can; one that hangs ends it."""
+    newcomer(world)
+    for _ in range(40):
+        world.pass_(3)
+        world.activity.goes_on(BEGIN)
+    assert world.steps_down == []
+    world.pass_(PATIENCE_SECONDS)
+    assert len(world.steps_down) == 1
 
 
 @pytest.mark.parametrize("error", [OutboxTableError("no such table"), RightsMissing("no SELECT"), RowsHidden("hidden")])

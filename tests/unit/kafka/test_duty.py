@@ -10,6 +10,7 @@ from outbox_core.kafka.duty import (
     LAST_PROBE_SECONDS,
     NEW_PATIENCE_SECONDS,
     PATIENCE_SECONDS,
+    RESUMED_SECONDS,
     SILENCE_JITTER_SECONDS,
     SILENCE_SECONDS,
     Duty,
@@ -82,6 +83,31 @@ def test_nothing_is_owed_without_the_right():
     assert not duty.overdue(1000.0)
     duty.began(1000.0)
     assert not duty.overdue(2000.0)
+
+
+def test_a_right_that_flaps_keeps_what_is_owed():
+    """A right that was lost and is back some seconds later is the same one; after longer it is new."""
+    duty = Duty()
+    duty.began(0.0)
+    for now in range(0, 60, 10):
+        duty.tried(WORK, now + 1.0)
+        duty.lost(now + 2.0)
+        assert not duty.overdue(now + 9.0)
+        duty.began(now + 10.0)
+    assert duty.overdue(60.0) == {WORK: 59.0}
+    duty.lost(62.0)
+    duty.began(62.1 + RESUMED_SECONDS)
+    assert not duty.owed(80.0)
+
+
+def test_a_right_that_was_handed_over_is_new():
+    """What was owed before a hand-over is the successor's, also if the right was lost meanwhile."""
+    duty = worked()
+    duty.tried(WORK, 1.0)
+    duty.ended()
+    duty.lost(2.0)
+    duty.began(3.0)
+    assert not duty.owed(100.0)
 
 
 def test_asks_who_is_there_every_few_seconds():
