@@ -59,8 +59,8 @@ class Duty:
     It has no clock, thread or client: each `now` is a number of seconds of any one monotonic clock. One thread uses it;
     but `tried`, `succeeded` and `dropped` may be called by any, as work that hangs must be watched from beside it.
 
-    In the group call `began`, `tried`, `succeeded`, `excused`, `ended` or `lost`, and every second or so `should_ask`, then
-    `should_leave` with the answer. Once it has left call `left`, then `should_probe`, `probed` and `heard`, until
+    In the group call `began`, `tried`, `succeeded`, `excused`, `ended` or `lost`, and every second or so `should_ask`,
+    then `should_leave` with the answer. Once it has left call `left`, then `should_probe`, `probed` and `heard`, until
     `may_return`; then `returned`.
 
     Args:

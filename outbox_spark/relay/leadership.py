@@ -23,11 +23,13 @@ class Contender:
         config: Settings of the outbox.
         identity: The outbox's.
         server_id: That of its database.
-        leads: Told on the elector's thread that leadership begins (before `begin` returns it), or that it ends, and if it
-            was handed over rather than lost.
+        leads: Told on the elector's thread that leadership begins (before `begin` returns it) or ends, and if it was
+            handed over rather than lost.
     """
 
-    def __init__(self, config: HarvestConfig, identity: str, server_id: str, leads: Callable[[bool, bool], None]) -> None:
+    def __init__(
+        self, config: HarvestConfig, identity: str, server_id: str, leads: Callable[[bool, bool], None]
+    ) -> None:
         self._elector = Neli(NeliConfig.of(config, identity, server_id), self._on_event)
         self._on_leading = leads
         self._steps_down = False  # because it cannot work

@@ -136,7 +136,7 @@ def test_each_leadership_is_watched_anew(world):
 
 
 def test_a_lease_that_flaps(world):
-    """A leader whose lease ends by itself and begins again owes what it owed: the patience is not that of a newcomer."""
+    """A leader whose lease ends by itself and begins again owes what it owed: it is no newcomer."""
 
     def fail():
         with suppress(StoreUnavailable), world.activity.statement(*SCAN):
@@ -167,7 +167,7 @@ def test_a_beginning_behind_a_lock(world):
 
 
 def test_a_beginning_that_consists_of_many_parts(world):
-    """Settling hundreds of shards takes minutes, and each that is done shows that the leader can; one that hangs ends it."""
+    """Settling hundreds of shards takes minutes, and each that is done shows that the leader can."""
     newcomer(world)
     for _ in range(40):
         world.pass_(3)
