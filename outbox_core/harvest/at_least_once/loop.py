@@ -142,6 +142,7 @@ class AtLeastOnce:
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._rivals_backoff = 0.0
         self._look_for_lost_at = _NEVER  # until a mark from the head has succeeded
+        self._looked_for_lost_at = now()  # or when this loop was made
         self._settle: StoreCall[bool] = StoreCall(ctx.purger, ctx, PURGE)
         self._being_settled = _Rows([], [])
         self._to_settle = _Rows([], [])
@@ -269,6 +270,7 @@ class AtLeastOnce:
         leader_id, known, holds = self.leader_id, self._lanes.marked_ids, query.holds
         self._request = _MarkRequest()
         self._look_for_lost_at = _NEVER
+        self._looked_for_lost_at = now()
 
         def look(store: OutboxStore) -> _Marked:
             return _Marked(_NOTHING_MARKED, holds, lost=store.find_lost(leader_id, known, query))
@@ -341,7 +343,8 @@ class AtLeastOnce:
     def _see(self, plan: ScanPlan, records: Sequence[StoredRecord], limit: int, took: float) -> None:
         """Schedule the next mark by what the last one found, and the next look for lost rows."""
         if plan.floor is NO_FLOOR and self._look_for_lost_at == _NEVER:
-            self._look_for_lost_at = now() + max(_LOOK_FOR_LOST_EVERY_SECONDS, _LOOK_FOR_LOST_REST * took)
+            rest = max(_LOOK_FOR_LOST_EVERY_SECONDS, _LOOK_FOR_LOST_REST * took)
+            self._look_for_lost_at = self._looked_for_lost_at + rest
         if records:
             is_full = len(records) == limit or bytes_of(records) >= self._ctx.limits.mark_query_bytes
             self._schedule.found_rows(more=is_full)
