@@ -26,7 +26,9 @@ from prometheus_client.registry import Collector
 from outbox_core.errors import (
     InvalidConfig,
     OutboxTableError,
+    RightsMissing,
     RowsHeld,
+    RowsHidden,
     RowsRemain,
     StatementCancelled,
     TableUnusable,
@@ -143,13 +145,16 @@ class Activity:
     def statement(self, name: str, work: str) -> Iterator[None]:
         """Note a call to the database, and its success.
 
-        A table or right that is missing fails for others, too, and so does a statement that takes too long.
+        A table that is missing fails for others, too, and so does a statement that takes too long. A right may be missing
+        for this process alone, which may have a role of its own.
         """
         if work:
             self.duty.tried(work, self.now())
         with self.step(name, work):
             try:
                 yield
+            except (RightsMissing, RowsHidden):
+                raise
             except (RowsHeld, RowsRemain, StatementCancelled, TableUnusable, OutboxTableError):
                 self.duty.dropped(work)
                 raise

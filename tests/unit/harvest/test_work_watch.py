@@ -177,9 +177,9 @@ def test_a_beginning_that_consists_of_many_parts(world):
     assert len(world.steps_down) == 1
 
 
-@pytest.mark.parametrize("error", [OutboxTableError("no such table"), RightsMissing("no SELECT"), RowsHidden("hidden")])
+@pytest.mark.parametrize("error", [OutboxTableError("no such table"), RowsRemain("a trigger")])
 def test_what_is_missing_for_all_is_not_owed(world, error):
-    """A table that is away, a right that is revoked, rows that a policy hides: another member would fare the same."""
+    """A table that is away, a trigger that keeps rows: another member would fare the same."""
 
     def fail():
         with suppress(type(error)), world.activity.statement(*SCAN):
@@ -187,6 +187,18 @@ def test_what_is_missing_for_all_is_not_owed(world, error):
 
     world.pass_(PATIENCE_SECONDS + NEW_PATIENCE_SECONDS, fail)
     assert world.steps_down == []
+
+
+@pytest.mark.parametrize("error", [RightsMissing("no SELECT"), RowsHidden("hidden")])
+def test_what_a_role_lacks_is_owed(world, error):
+    """A right that is revoked, rows that a policy hides: another member may have another role."""
+
+    def fail():
+        with suppress(type(error)), world.activity.statement(*SCAN):
+            raise error
+
+    world.pass_(PATIENCE_SECONDS + 1, fail)
+    assert len(world.steps_down) == 1
 
 
 def test_a_statement_over_the_whole_table_takes_its_time(world):
