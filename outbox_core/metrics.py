@@ -145,8 +145,8 @@ class Activity:
     def statement(self, name: str, work: str) -> Iterator[None]:
         """Note a call to the database, and its success.
 
-        A table that is missing fails for others, too, and so does a statement that takes too long. A right may be missing
-        for this process alone, which may have a role of its own.
+        A table that is missing fails for others, too, and so does a statement that takes too long. A right may be
+        missing for this process alone, which may have a role of its own.
         """
         if work:
             self.duty.tried(work, self.now())
