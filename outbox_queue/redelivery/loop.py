@@ -42,6 +42,7 @@ from outbox_queue.redelivery.tracked_partition import TrackedPartition, TrackerC
 _BATCH = 5000
 _BUSY_SECONDS = 0.02
 _IDLE_SECONDS = 0.2
+_REFUSED_SECONDS = 60.0  # longer than between two complaints of the client
 _REPORT_MS = 1000.0
 _REPORT_SHARE = 20  # reporting takes no more than a twentieth of the time
 
@@ -270,6 +271,7 @@ class TrackerLoop:
         busy = [tracked for tracked in self._partitions.values() if not tracked.note_nothing_left(now)]
         if not self._partitions:
             self._ctx.redelivery.forget()
+            self._ctx.reading.expire_after(_REFUSED_SECONDS)  # the group may refuse us: then there is no partition, too
         elif not busy:
             self._ctx.redelivery.recovered()
         unreadable = self._unreadable_before + sum(one.unreadable for one in markers)
