@@ -172,8 +172,12 @@ class Stage:
         """Tell whether no row up to an id is left."""
         return self.scene.count(f"id <= {row_id}") == 0
 
-    def finish(self):
-        """Drain the table, and compare what arrived with what was written."""
+    def finish(self, *, has_late_bytes=False):
+        """Drain the table, and compare what arrived with what was written.
+
+        Bytes that a hole held arrive with its repair, a minute late: at least once, as repeats of what others have
+        published since (docs/explanation-mark-purge-reset.md, "The limits").
+        """
         self.writer.stop()
         wait_until(lambda: self.scene.count() == 0, "the table is empty", timeout=180)
         for harvester in (self.ill, self.peer):
@@ -188,6 +192,8 @@ class Stage:
             expected = list(range(1, count + 1))
             if self.delivery == "exactly-once":
                 assert values == expected
+            elif has_late_bytes:
+                assert list(dict.fromkeys(values)) == expected
             else:
                 assert [value for value, _ in groupby(values)] == expected
 
@@ -229,7 +235,7 @@ def the_other_publishes(stage, fault, *, within):
         assert stage.peer.is_leader
     wait_until(lambda: stage.ill.health().ok, "the ill one is a standby again")
     assert stage.peer.is_leader
-    stage.finish()
+    stage.finish(has_late_bytes=fault == "data: hole")
 
 
 @pytest.mark.parametrize("delivery", DELIVERIES)
