@@ -86,6 +86,7 @@ class PostgresStore:
         self._held_parameters = HeldParameters()
         self._reading_timeout = statement_timeout
         self._skipped_since: float | None = None
+        self._has_told_of_skipped = False
         self._found_none = False  # by the last mark
 
     def check(self) -> str:
@@ -124,7 +125,7 @@ class PostgresStore:
             ) from error
         selected = len(records) if len(records) == query.limit else self._selected(parameters, parts, len(records))
         self._found_none = not selected
-        self._see_skipped(skips=selected != len(records))
+        self._see_skipped(selected, len(records))
         records.sort(key=_id_of)
         # Ids may repeat only where rows are not found by their addresses: rows of one id are marked together there.
         repeated = None if layout.by_address else next((a for a, b in pairwise(records) if a.id == b.id), None)
@@ -155,18 +156,35 @@ class PostgresStore:
         ((found,),) = self._timed(lambda: self.table.query(sql.FINDS_ANY, parameters, **parts))
         return bool(found)
 
-    def _see_skipped(self, *, skips: bool) -> None:
-        """Raise StoreUnavailable if marks have lacked selected rows for seconds, and obstacles explain it."""
-        if not skips:
-            self._skipped_since = None
+    def _see_skipped(self, selected: int, marked: int) -> None:
+        """Have the table looked at again after a mark that marked other rows than it selected.
+
+        Raises:
+            StoreUnavailable: if marks have lacked selected rows for seconds, and obstacles explain it.
+        """
+        if selected == marked:
+            self._skipped_since, self._has_told_of_skipped = None, False
             return
+        self.table.look_again()  # it may have got partitions or heirs
         at = time.monotonic()
         self._skipped_since = self._skipped_since or at
-        if at - self._skipped_since >= _SKIPPED_SECONDS and (obstacles := self.table.obstacles()):
+        if at - self._skipped_since < _SKIPPED_SECONDS:
+            return
+        if obstacles := self.table.obstacles():
             raise StoreUnavailable(
                 f"rows of {self.table.name} can be read and cannot be marked: {', '.join(obstacles)}. Nothing is "
                 f"published until role {self.table.quoted_role} can mark every row that it can see",
                 in_doubt=True,
+            )
+        if not self._has_told_of_skipped:
+            self._has_told_of_skipped = True
+            _log.warning(
+                "marks of %s have marked other rows than they selected for %g s (the last one %d of %d), so they are "
+                "undone and repeated: does another harvester or program set leader_id in this table?",
+                self.table.name,
+                at - self._skipped_since,
+                marked,
+                selected,
             )
 
     def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
@@ -324,7 +342,7 @@ def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
         "others": sql.UNMARKED,
         "exclusion": (sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "") + _only(query),
         "partition": layout.partition,
-        **(sql.BY_ADDRESS if layout.by_address else sql.BY_ID),
+        **(sql.by_address(layout.oid) if layout.by_address else sql.BY_ID),
     }
 
 

@@ -82,6 +82,7 @@ class Layout(NamedTuple):
 
     database: str
     outbox: str
+    oid: int
     by_address: bool
     has_partition: bool
 
@@ -291,6 +292,10 @@ class OutboxTable:
         """Return the layout; check the table first if that was not done or it was altered."""
         return self._layout or self.check()
 
+    def look_again(self) -> None:
+        """Have the next statement that depends on the layout check the table first."""
+        self._layout = None
+
     def check(self) -> Layout:
         """Check the table and return its layout.
 
@@ -304,7 +309,7 @@ class OutboxTable:
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
             raise self._missing()
-        kind, ids_may_repeat, database, schema, table, may_harvest, columns, cache = rows[0]
+        kind, ids_may_repeat, database, schema, table, may_harvest, columns, cache, oid = rows[0]
         if kind not in {"r", "p"}:
             raise OutboxTableError(f"{self.name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
@@ -326,7 +331,7 @@ class OutboxTable:
                 f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
             )
         by_address = kind == "r" and not ids_may_repeat
-        self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
+        self._layout = Layout(database, f"{schema}.{table}", oid, by_address, "kafka_partition" in columns)
         return self._layout
 
     def _warn_of_ids(self, cache: int | None, may_repeat: bool) -> None:
