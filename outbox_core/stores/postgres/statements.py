@@ -326,6 +326,11 @@ UNDELETED_PUBLISHED = f"SELECT count(*), min(id) FROM {{table}} WHERE {OF_IDS}"
 
 UNPURGED = f"{UNDELETED_PUBLISHED} AND leader_id = %(leader_id)s"
 
+# Digits of a second: -1 is as many as there are.
+TIME_PRECISION = """
+SELECT atttypmod FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attname = 'create_time' AND NOT attisdropped
+"""
+
 # Around a deletion of rows that are called `stored`: they go into the archive by the statement that deletes them, or
 # not at all. The number of rows is that of the deleted ones.
 DELETE_INTO_ARCHIVE = """

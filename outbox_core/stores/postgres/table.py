@@ -114,7 +114,7 @@ class OutboxTable:
         self.role = ""
         self._connect_to = data_source, application_name
         self._layout: Layout | None = None
-        self._was_altered = False  # since the last mark or scan that succeeded
+        self._was_altered = False  # since the last mark, scan or deletion that succeeded
         self._formatted: dict[tuple[object, ...], str] = {}
 
     # -- connection
@@ -239,8 +239,8 @@ class OutboxTable:
         yield
         self.set_timeout(self.statement_timeout)
 
-    def read_succeeded(self) -> None:
-        """Note that the layout fits the table."""
+    def statement_succeeded(self) -> None:
+        """Note that the layout fits the table, after a mark, a scan or a deletion."""
         self._was_altered = False
 
     def _raise(self, error: psycopg.Error) -> NoReturn:
@@ -399,6 +399,12 @@ class OutboxTable:
     def obstacles(self) -> list[str]:
         """List triggers and rules that may keep this role from marking and deleting rows that it can read."""
         return [what for (what,) in self.query(sql.OBSTACLES, {"name": self.quoted})]
+
+    def time_digits(self) -> int | None:
+        """Return how many digits of a second `create_time` has, None for all six."""
+        rows = self.query(sql.TIME_PRECISION, (self.quoted,))
+        digits = int(rows[0][0]) if rows else -1
+        return digits if 0 <= digits < 6 else None
 
     def new_rules(self) -> NewRules:
         """Return the CHECK constraints that rows from before may violate, as SQL."""

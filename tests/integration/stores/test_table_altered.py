@@ -5,7 +5,9 @@ from uuid import uuid4
 
 import pytest
 
-from outbox_core.schema import TableName, create_table_sql
+from outbox_core.errors import StoreUnavailable
+from outbox_core.retention.archive import archive_statements
+from outbox_core.schema import TableName
 from outbox_core.stores.interface import RowQuery, ids_and_times
 from outbox_core.stores.postgres.store import PostgresStore
 from tests.harvesting import Scene
@@ -74,3 +76,67 @@ def test_marks_that_lack_rows_are_told_of_once(scene, store, monkeypatch, caplog
     assert caplog.text.count("other rows than they selected") == 1
     assert len(store.mark(uuid4(), RowQuery(10)).records) == 3
     assert caplog.text.count("other rows than they selected") == 1
+
+
+_TIMES = [
+    *(
+        "2026-01-02 03:04:05.678901+00",
+        "2026-01-02 03:04:05.5+00",
+        "2026-01-02 03:04:06.5+00",
+        "2026-01-02 03:04:05+00",
+    ),
+    *("1999-12-31 23:59:58.5+00", "1999-12-31 23:59:59.499999+00", "1969-12-31 23:59:59.999999+00", "infinity"),
+]
+
+
+@pytest.mark.parametrize("digits", [0, 3, 5])
+@pytest.mark.parametrize("mode", ["purge", "delete published"])
+def test_published_rows_whose_times_are_rounded(scene, store, digits, mode):
+    """Rows in flight are neither read again nor kept if the type of `create_time` gets fewer digits of a second."""
+    for time in _TIMES:
+        scene.execute("INSERT INTO outbox (kafka_topic, kafka_key, create_time) VALUES ('t', 'k', %s)", [time])
+    leader = uuid4()
+    rows = store.mark(leader, RowQuery(100)).records if mode == "purge" else store.scan(RowQuery(100))
+    scene.execute(f"ALTER TABLE outbox ALTER create_time TYPE timestamptz({digits})")
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', 'new')")
+    new = len(_TIMES) + 1
+    assert [row.id for row in store.scan(RowQuery(1, without_rows=rows))] == [new]
+    ids, times = ids_and_times(rows)
+    deleted = store.purge(leader, ids, times) if mode == "purge" else store.delete_published(ids, times)
+    assert deleted == len(rows)
+    assert [row.id for row in store.scan(RowQuery(100))] == [new]
+
+
+def test_other_rows_with_the_ids_of_published_ones(scene, store):
+    """A row that got the id of a published one is kept, where times are rounded, too, and where they always were."""
+    scene.execute(_INSERT.format("outbox", 1, 3))
+    rows = store.scan(RowQuery(100))
+    scene.execute("TRUNCATE outbox RESTART IDENTITY")
+    scene.execute("ALTER TABLE outbox ALTER create_time TYPE timestamptz(0)")
+    for seconds in (1, -1):
+        scene.execute(
+            "INSERT INTO outbox (kafka_topic, create_time) VALUES ('t', now() + %s * interval '5 s')", [seconds]
+        )
+    assert store.delete_published(*ids_and_times(rows)) == 0
+    others = store.scan(RowQuery(100, without_rows=rows))
+    assert [row.id for row in others] == [1, 2]
+    shifted = [row.create_time + 1_000_000 for row in others]
+    assert store.delete_published([1, 2], shifted) == 0
+    assert store.delete_published(*ids_and_times(others)) == 2
+
+
+def test_second_alteration_is_as_passing_as_the_first(scene):
+    """A deletion that succeeds ends an alteration: the next one is no refusal of deletions, either."""
+    for statement in archive_statements(TableName("outbox")):
+        scene.execute(statement)
+    with closing(PostgresStore(scene.database, archive_days=30)) as store:
+        store.check()
+        for identity in (1, 2):
+            scene.execute(_INSERT.format("outbox", identity, identity))
+            (row,) = store.find([identity])
+            scene.execute("ALTER TABLE outbox DROP COLUMN kafka_partition")
+            with pytest.raises(StoreUnavailable, match="was altered"):
+                store.delete_published([row.id], [row.create_time])
+            assert store.delete_published([row.id], [row.create_time]) == 1
+            scene.execute("ALTER TABLE outbox ADD COLUMN kafka_partition integer")
+            store.check()
