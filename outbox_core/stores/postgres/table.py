@@ -115,6 +115,7 @@ class OutboxTable:
         self._connect_to = data_source, application_name
         self._layout: Layout | None = None
         self._was_altered = False  # since the last mark, scan or deletion that succeeded
+        self._doubts: list[str] = []  # of the last check, which are in the log
         self._formatted: dict[tuple[object, ...], str] = {}
 
     # -- connection
@@ -318,13 +319,7 @@ class OutboxTable:
                 f"missing rights on {self.name}: harvesting needs SELECT, DELETE and UPDATE (leader_id); {self.grant()}"
             )
         refuse_hidden(self.query, self._secured_names)
-        self._warn_of_ids(cache, ids_may_repeat)
-        for obstacle in self.obstacles():
-            _log.warning(
-                "table %s has %s: publishing stops if it keeps records from being marked or removed",
-                self.name,
-                obstacle,
-            )
+        self._warn([*self._doubts_of_ids(cache, ids_may_repeat), *map(self._doubt_of_obstacle, self.obstacles())])
         may_read, missing = self.inspect_holds()
         if not (may_read or missing):
             raise RightsMissing(
@@ -334,20 +329,28 @@ class OutboxTable:
         self._layout = Layout(database, f"{schema}.{table}", oid, by_address, "kafka_partition" in columns)
         return self._layout
 
-    def _warn_of_ids(self, cache: int | None, may_repeat: bool) -> None:
+    def _warn(self, doubts: list[str]) -> None:
+        """Log what the last check of the table did not find."""
+        for doubt in doubts:
+            if doubt not in self._doubts:
+                _log.warning("%s", doubt)
+        self._doubts = doubts
+
+    def _doubts_of_ids(self, cache: int | None, may_repeat: bool) -> Iterator[str]:
         if cache is not None and cache > 1:
-            _log.warning(
-                "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
-                "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
-                self.name,
-                cache,
+            yield (
+                f"the sequence of {self.name}.id has CACHE {cache}: ids are not drawn in order, so neither are records "
+                "of transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1"
             )
         if may_repeat:
-            _log.warning(
-                "two rows of %s may have one id: it has no unique index on id alone, or heirs. At-least-once delivery "
-                "stops at such rows, exactly-once delivery may take one for the other; draw all ids from one sequence",
-                self.name,
+            yield (
+                f"two rows of {self.name} may have one id: it has no unique index on id alone, or heirs. At-least-once "
+                "delivery stops at such rows, exactly-once delivery may take one for the other; draw all ids from one "
+                "sequence"
             )
+
+    def _doubt_of_obstacle(self, obstacle: str) -> str:
+        return f"table {self.name} has {obstacle}: publishing stops if it keeps records from being marked or removed"
 
     def _check_columns(self, columns: dict[str, str]) -> None:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]

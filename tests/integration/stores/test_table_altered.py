@@ -5,7 +5,7 @@ from uuid import uuid4
 
 import pytest
 
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.retention.archive import archive_statements
 from outbox_core.schema import TableName
 from outbox_core.stores.interface import RowQuery, ids_and_times
@@ -140,3 +140,22 @@ def test_second_alteration_is_as_passing_as_the_first(scene):
             assert store.delete_published([row.id], [row.create_time]) == 1
             scene.execute("ALTER TABLE outbox ADD COLUMN kafka_partition integer")
             store.check()
+
+
+def test_doubts_of_a_table_are_told_once(scene, store, caplog):
+    """A table that is checked again after each error is warned of once, until what the warning is about has changed."""
+    told = "table outbox has trigger no: "
+    scene.execute("ALTER TABLE outbox ALTER id SET CACHE 20")
+    scene.execute(_INSERT.format("outbox", 1, 3))
+    scene.execute("CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'frozen'; END $$")
+    trigger = "CREATE TRIGGER no BEFORE UPDATE ON outbox FOR EACH ROW EXECUTE FUNCTION no()"
+    for times in (1, 2):
+        scene.execute(trigger)
+        for _ in range(3):
+            with pytest.raises(OutboxTableError, match="frozen"):
+                store.mark(uuid4(), RowQuery(10))
+        store.check()
+        assert caplog.text.count(told) == times
+        scene.execute("DROP TRIGGER no ON outbox")
+        store.check()
+    assert caplog.text.count("CACHE 20") == 1
