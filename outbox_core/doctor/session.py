@@ -31,7 +31,8 @@ _STATEMENT_SECONDS = 5.0
 
 _SETTINGS = """
 SELECT set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false),
-       set_config('default_transaction_read_only', %s, false), set_config('idle_session_timeout', '0', false)
+       set_config('default_transaction_read_only', %s, false), set_config('idle_session_timeout', '0', false),
+       set_config('default_transaction_isolation', 'read committed', false)
 """
 
 _IDENTITY = """

@@ -32,7 +32,8 @@ SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL, has_table_pri
                  WHERE attrelid = c.oid AND attname = 'kafka_value'), true),
        EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND attname = 'kafka_partition' AND NOT attisdropped),
        coalesce((SELECT attnotnull FROM pg_attribute WHERE attrelid = c.oid AND attname = 'kafka_key'), false),
-       coalesce((SELECT atthasdef FROM pg_attribute WHERE attrelid = c.oid AND attname = 'create_time'), false)
+       coalesce((SELECT atthasdef FROM pg_attribute WHERE attrelid = c.oid AND attname = 'create_time'), false),
+       current_setting('transaction_isolation')
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(%s)
 """
 
@@ -72,11 +73,12 @@ class AlreadyRestashed(OutboxError):
 
 
 class _Place(NamedTuple):
-    """The outbox as `schema.table`, whether it has events that the role may write, and its shape."""
+    """The outbox as `schema.table`, whether it has events that the role may write, its shape; the isolation level."""
 
     outbox: str
     has_events: bool
     layout: TableLayout
+    isolation: str
 
 
 class DeadLetterRestash:
@@ -127,6 +129,8 @@ class DeadLetterRestash:
         Raises:
             AlreadyRestashed: unless `again`, if the history remembers one.
             InvalidRecord: if the record does not fit the outbox table.
+            OutboxError: unless `again`, in a transaction that cannot see what others commit meanwhile (REPEATABLE READ,
+                SERIALIZABLE).
             OutboxTableError: if there is no outbox.
             RowsHidden: unless `again`, if row level security hides events from the connection's role.
         """
@@ -161,6 +165,11 @@ class DeadLetterRestash:
     ) -> tuple[Any, ...]:
         """Return the row to write."""
         if known.has_events and not again:
+            if known.isolation in ("repeatable read", "serializable"):
+                raise OutboxError(
+                    f"a dead letter is not stashed anew in a transaction of isolation level {known.isolation}: it "
+                    "cannot see if another one has stashed it meanwhile. Use READ COMMITTED"
+                )
             refuse_hidden(fetch_on(connection), [events_beside(self.outbox)])  # or it would be stashed again
             what = _what(topic, place)
             found = self._ask(connection, self._sql(_FIND), [known.outbox, EventKind.RESTASHED, what, f"{what}: "])
@@ -174,14 +183,14 @@ class DeadLetterRestash:
         rows = self._ask(connection, _IDENTIFY, [events, events, self.outbox.quoted])
         if not rows:
             raise OutboxTableError(f"outbox table {self.outbox} does not exist in this database")
-        outbox, has_events, may_write, is_binary, has_partition, key_required, has_time_default = rows[0]
+        outbox, has_events, may_write, is_binary, has_partition, key_required, has_time_default, isolation = rows[0]
         layout = TableLayout(
             values="binary" if is_binary else "text",
             has_partition=has_partition,
             key_required=key_required,
             has_time_default=has_time_default,
         )
-        return _Place(outbox, bool(has_events and may_write), layout)
+        return _Place(outbox, bool(has_events and may_write), layout, isolation)
 
     def _sql(self, statement: str) -> str:
         return statement.format(events=events_beside(self.outbox).quoted.replace("%", "%%"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -39,6 +40,8 @@ from outbox_core.stores.interface import (
 
 if TYPE_CHECKING:
     from outbox_core.harvest.exactly_once.terms import ExactlyOnce  # which runs terms
+
+_log = logging.getLogger(__name__)
 
 _id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 # Plain tuples equal to RowIds, made several times as fast.
@@ -78,6 +81,7 @@ class Term:
         self._activity = ctx.metrics.activity
         self._activity.duty.dropped(DELETE)  # those of the last term are settled by the manifest
         self._unpurged: Sequence[StoredRecord] = ()  # published, and their purge is not committed
+        self._has_told_of_missing = False  # of rows, to be purged, that were gone
         self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx, PURGE)
         self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx, SCAN)
         self._plan: ScanPlan | None = None  # of the scan under way; None if that reads a dead letter
@@ -453,8 +457,9 @@ class Term:
 
     # -- purge
 
-    def _start_purge(self) -> None:
-        rows, letters = split_letters(self._unpurged)
+    def _start_purge(self, *, is_retry: bool = False) -> None:
+        unpurged = self._unpurged
+        rows, letters = split_letters(unpurged)
 
         def purge(store: OutboxStore) -> int:
             began = now()
@@ -462,15 +467,34 @@ class Term:
             if letters:
                 count += store.holds.delete_dead_lettered(*ids_and_times(letters))
             self._ctx.metrics.purge_took(now() - began, count)
+            if count < len(unpurged) and not is_retry:  # the first try may have deleted them, and its answer was lost
+                self._tell_of_missing(len(unpurged) - count, unpurged)
             return count
 
         self._purge.start(purge)
+
+    def _tell_of_missing(self, number: int, published: Sequence[StoredRecord]) -> None:
+        """Log, once in a term, that published rows were gone before they were purged."""
+        if self._has_told_of_missing:
+            return
+        self._has_told_of_missing = True
+        ids = sorted(map(_id_of, published))
+        _log.warning(
+            "%d of %d published rows of %s (ids %d to %d) were not there to be deleted: somebody has deleted them, "
+            "truncated the table or detached their partition. If they come back they are published again: delete "
+            "what is published from a detached partition before it is attached",
+            number,
+            len(ids),
+            self._transactions.outbox,
+            ids[0],
+            ids[-1],
+        )
 
     def _purge_is_committed(self, give_up_at: float | None) -> bool:
         """Wait for the purge of the last batch, at most until a time, or for as long as the leadership lasts."""
         while self._unpurged:
             if not self._purge.is_running:
-                self._start_purge()
+                self._start_purge(is_retry=True)
             elif not self._wait.until_done(self._purge, give_up_at):
                 return False
             elif self._wait.result(self._purge) is not None:

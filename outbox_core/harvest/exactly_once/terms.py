@@ -21,7 +21,8 @@ Six rules make it exactly once (docs/explanation-exactly-once.md argues all of t
   scanned whose purge is not committed, as it was before the scan was sent.
 - **Every abort and every end of a term throws away the rows that were scanned and not published**, and waits for the
   stages under way, before the next scan. Ids that await their purge stay excluded.
-- **A delete matches (id, create_time)**, since ids come back.
+- **A delete matches (id, create_time)**, since ids come back. (Or the time as rounded since, if the column has lost
+  digits of a second.)
 - **No transaction begins in an epoch in which a request may be late** (`transaction`): it would end, or be part of, a
   transaction that it was not sent for.
 - **A transaction begins with its opening, and its manifest waits until all records are acknowledged.** So one that was

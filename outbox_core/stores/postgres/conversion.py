@@ -19,6 +19,7 @@ from outbox_core.stores.interface import (
 from outbox_core.stores.postgres.statements import OVERSIZED
 
 _LARGEST_ID = 2**63 - 1
+_EPOCH_MICROSECONDS = 946_684_800_000_000  # of PostgreSQL, 2000-01-01
 _partition_of = attrgetter("partition")
 
 
@@ -58,6 +59,21 @@ def without_rows(rows: Collection[RowId | StoredRecord]) -> dict[str, str]:
     """Return the parameters of `WITHOUT_ROWS`."""
     ids, create_times = ids_and_times(rows)
     return {"ids": multirange(ids), "row_ids": array(ids), "row_times": array(create_times)}
+
+
+def rounded(rows: Iterable[RowId | StoredRecord], digits: int) -> list[RowId]:
+    """Return rows whose create times have more digits of a second than so many, with their times as rounded to those.
+
+    PostgreSQL rounds the same way where the type of a column is changed to `timestamptz(digits)`: half away from 2000.
+    """
+    unit = 10 ** (6 - digits)
+    found = []
+    for row in rows:
+        if row.create_time % unit:
+            since = row.create_time - _EPOCH_MICROSECONDS
+            units = (abs(since) + unit // 2) // unit
+            found.append(RowId(row.id, _EPOCH_MICROSECONDS + (units if since > 0 else -units) * unit))
+    return found
 
 
 def only_rows(rows: Collection[RowId] | None) -> dict[str, str]:

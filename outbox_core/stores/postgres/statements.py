@@ -100,7 +100,8 @@ SELECT c.relkind,
         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
        (SELECT max(s.seqcache) FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid
         JOIN pg_attribute AS a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attname = 'id'
-        WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid)
+        WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid),
+       c.oid::bigint
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%s)
 """
@@ -234,7 +235,7 @@ _CHOSEN = "FROM {table} WHERE {above} AND {others} {exclusion} ORDER BY id"
 
 # The rows of a query are chosen by their sizes.
 _HEAD = f"""sum(size) AS bytes, max(size) > %(max_message)s AS may_be_large
-    FROM (SELECT id, ctid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest"""
+    FROM (SELECT id, ctid, tableoid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest"""
 
 # Looked at only if some row may be so large. Each message is measured once: each copy of the expression would
 # decompress the headers, and keep what it has decompressed.
@@ -252,7 +253,7 @@ _LARGE = f"""large AS MATERIALIZED (
 # Only if rows do not fit together it is found out how many of them do: a running sum costs more than all the rest.
 _FITTING = f"""FROM (
                 SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
-                FROM (SELECT id, ctid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest
+                FROM (SELECT id, ctid, tableoid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest
             ) AS sized WHERE before < %(max_bytes)s"""
 
 # A mark that finds rows and updates none must not look like an empty table, above which the settled floor rises. So it
@@ -260,16 +261,16 @@ _FITTING = f"""FROM (
 # table expression around the update, would cost a copy of each row.
 MARK = f"""
 WITH head AS MATERIALIZED (
-    SELECT array_agg({{locator}}) AS rows, {_HEAD}
+    SELECT array_agg({{chosen}}) AS rows, {_HEAD}
 ), {_LARGE}, chosen AS MATERIALIZED (
     SELECT rows, set_config('outbox.selected', %(mark)s::text || ' ' || coalesce(cardinality(rows), 0), false) AS noted
     FROM (
-        SELECT CASE WHEN bytes > %(max_bytes)s THEN (SELECT array_agg({{locator}}) {_FITTING}) ELSE rows END AS rows
+        SELECT CASE WHEN bytes > %(max_bytes)s THEN (SELECT array_agg({{chosen}}) {_FITTING}) ELSE rows END AS rows
         FROM head
     ) AS fitting
 )
 UPDATE {{table}} SET leader_id = %(leader_id)s
-WHERE {{locator}} = ANY ((SELECT CASE WHEN noted <> '' THEN rows END FROM chosen)::{{locator_type}}[])
+WHERE {{locator}} = ANY ((SELECT CASE WHEN noted <> '' THEN rows END FROM chosen)::{{locator_type}}[]) {{of_table}}
 RETURNING {_COLUMNS}
 """
 
@@ -324,6 +325,11 @@ DELETE_PUBLISHED = f"DELETE FROM {{table}} AS stored WHERE {OF_IDS}"
 UNDELETED_PUBLISHED = f"SELECT count(*), min(id) FROM {{table}} WHERE {OF_IDS}"
 
 UNPURGED = f"{UNDELETED_PUBLISHED} AND leader_id = %(leader_id)s"
+
+# Digits of a second: -1 is as many as there are.
+TIME_PRECISION = """
+SELECT atttypmod FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attname = 'create_time' AND NOT attisdropped
+"""
 
 # Around a deletion of rows that are called `stored`: they go into the archive by the statement that deletes them, or
 # not at all. The number of rows is that of the deleted ones.
@@ -613,9 +619,24 @@ SCAN_EXCLUSION = f"{WITHOUT_KEYS} {WITHOUT_HELD}"
 UNMARKED = "leader_id IS DISTINCT FROM %(leader_id)s"
 UNKNOWN = "NOT (id::bigint <@ %(known)s::int8multirange)"
 
-BY_ADDRESS = {"locator": "ctid", "locator_type": "tid"}
-BY_ID = {"locator": "id", "locator_type": "bigint"}
-"""Parts by which a mark finds rows again. Addresses are unique within one physical table only."""
+BY_ID = {"locator": "id", "locator_type": "bigint", "chosen": "id", "of_table": ""}
+"""Parts by which a mark finds rows again."""
+
+
+def by_address(table: int) -> dict[str, str]:
+    """Return the parts by which a mark finds rows again at their addresses, which are unique within one table only.
+
+    The OID of the table tells its rows from those of partitions and heirs that it has got since it was looked at: they
+    are selected, and not marked.
+    """
+    is_own = f"tableoid = '{table}'::oid"
+    return {
+        "locator": "ctid",
+        "locator_type": "tid",
+        "chosen": f"CASE WHEN {is_own} THEN ctid END",
+        "of_table": f"AND {is_own}",
+    }
+
 
 PLANNED_ONCE = frozenset(
     {MARK, SELECTED, FINDS_ANY, SCAN, PURGE, RESET, DELETE_PUBLISHED, IS_EMPTY, READ_HOLDS, LAST_ID_DRAWN, OPEN_WRITERS}

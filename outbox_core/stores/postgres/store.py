@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -21,9 +21,11 @@ from outbox_core.stores.interface import (
     Backlog,
     MarkedBatch,
     MarkedRows,
+    RowId,
     RowQuery,
     StoredRecord,
     WaitingRows,
+    ids_and_times,
 )
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.conversion import (
@@ -31,6 +33,7 @@ from outbox_core.stores.postgres.conversion import (
     array,
     multirange,
     only_rows,
+    rounded,
     with_oversized,
     without_keys,
     without_rows,
@@ -86,6 +89,7 @@ class PostgresStore:
         self._held_parameters = HeldParameters()
         self._reading_timeout = statement_timeout
         self._skipped_since: float | None = None
+        self._has_told_of_skipped = False
         self._found_none = False  # by the last mark
 
     def check(self) -> str:
@@ -124,7 +128,7 @@ class PostgresStore:
             ) from error
         selected = len(records) if len(records) == query.limit else self._selected(parameters, parts, len(records))
         self._found_none = not selected
-        self._see_skipped(skips=selected != len(records))
+        self._see_skipped(selected, len(records))
         records.sort(key=_id_of)
         # Ids may repeat only where rows are not found by their addresses: rows of one id are marked together there.
         repeated = None if layout.by_address else next((a for a, b in pairwise(records) if a.id == b.id), None)
@@ -155,27 +159,40 @@ class PostgresStore:
         ((found,),) = self._timed(lambda: self.table.query(sql.FINDS_ANY, parameters, **parts))
         return bool(found)
 
-    def _see_skipped(self, *, skips: bool) -> None:
-        """Raise StoreUnavailable if marks have lacked selected rows for seconds, and obstacles explain it."""
-        if not skips:
-            self._skipped_since = None
+    def _see_skipped(self, selected: int, marked: int) -> None:
+        """Have the table looked at again after a mark that marked other rows than it selected.
+
+        Raises:
+            StoreUnavailable: if marks have lacked selected rows for seconds, and obstacles explain it.
+        """
+        if selected == marked:
+            self._skipped_since, self._has_told_of_skipped = None, False
             return
+        self.table.look_again()  # it may have got partitions or heirs
         at = time.monotonic()
         self._skipped_since = self._skipped_since or at
-        if at - self._skipped_since >= _SKIPPED_SECONDS and (obstacles := self.table.obstacles()):
+        if at - self._skipped_since < _SKIPPED_SECONDS:
+            return
+        if obstacles := self.table.obstacles():
             raise StoreUnavailable(
                 f"rows of {self.table.name} can be read and cannot be marked: {', '.join(obstacles)}. Nothing is "
                 f"published until role {self.table.quoted_role} can mark every row that it can see",
                 in_doubt=True,
             )
+        if not self._has_told_of_skipped:
+            self._has_told_of_skipped = True
+            _log.warning(
+                "marks of %s have marked other rows than they selected for %g s (the last one %d of %d), so they are "
+                "undone and repeated: does another harvester or program set leader_id in this table?",
+                self.table.name,
+                at - self._skipped_since,
+                marked,
+                selected,
+            )
 
     def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match and that `leader_id` still marks; return how many."""
-        parameters = {"leader_id": leader_id, **_rows(ids, create_times)}
-        purged = self._delete(sql.PURGE, parameters)
-        if purged < len(ids):
-            self.table.refuse_what_remains(sql.UNPURGED, parameters)
-        return purged
+        return self._delete_all(sql.PURGE, sql.UNPURGED, _rows(ids, create_times), leader_id=leader_id)
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Clear the mark of the rows of these ids that `leader_id` still marks; return how many."""
@@ -202,23 +219,49 @@ class PostgresStore:
         records = self._read(sql.SCAN, self._parameters(above), parts)
         if records and records[0].id <= floor:  # the floor was another table's: this has begun at the head
             records = self._read(sql.SCAN, self._parameters(query), parts)
+        # Other rows have the ids of those that are left out, or they are these, with times that were rounded meanwhile.
+        meets = bool(records) and not {row.id for row in query.without_rows}.isdisjoint(map(_id_of, records))
+        if meets and (now_rounded := self._rounded(query.without_rows)):
+            query = query._replace(without_rows=[*query.without_rows, *now_rounded])
+            records = self._read(sql.SCAN, self._parameters(query), parts)
         return records
 
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, marked or not; return how many."""
-        parameters = _rows(ids, create_times)
-        deleted = self._delete(sql.DELETE_PUBLISHED, parameters)
-        if deleted < len(ids):
-            self.table.refuse_what_remains(sql.UNDELETED_PUBLISHED, parameters)
+        return self._delete_all(sql.DELETE_PUBLISHED, sql.UNDELETED_PUBLISHED, _rows(ids, create_times))
+
+    def _delete_all(self, statement: str, remaining: str, rows: list[RowId], **others: Any) -> int:
+        """Delete published rows, also if their times were rounded meanwhile; raise RowsRemain if some are still there.
+
+        Rows that are not found were deleted by somebody else, or the type of `create_time` was changed.
+        """
+        parameters = others | _of_rows(rows)
+        deleted = self._delete(statement, parameters)
+        if deleted == len(rows):
+            return deleted
+        self.table.refuse_what_remains(remaining, parameters)
+        if now_rounded := self._rounded(rows):
+            parameters = others | _of_rows(now_rounded)
+            deleted += self._delete(statement, parameters)
+            self.table.refuse_what_remains(remaining, parameters)
         return deleted
+
+    def _rounded(self, rows: Iterable[RowId | StoredRecord]) -> list[RowId]:
+        """Return rows that were read with a finer `create_time` than the column has now, with the time that it has."""
+        digits = self.table.time_digits()
+        return [] if digits is None else rounded(rows, digits)
 
     def _delete(self, statement: str, parameters: dict[str, Any]) -> int:
         """Delete published rows, or move them into the archive; return how many."""
         archiving = self.table.archived(sql.DELETE_INTO_ARCHIVE, delete=self.table.format(statement))
         with self.table.deleting():
             if archiving:
-                return self.table.execute("{archiving}", parameters, archiving=archiving)
-            return self.table.execute(statement, parameters)
+                statement, parts = "{archiving}", {"archiving": archiving}
+            else:
+                parts = {}
+            deleted = self.table.execute(statement, parameters, **parts)
+        self.table.statement_succeeded()
+        return deleted
 
     def rotate_archive(self) -> int:
         """Make the archive's next partitions, and drop those that are too old; return how many."""
@@ -284,7 +327,7 @@ class PostgresStore:
     def _read(self, statement: str, parameters: dict[str, Any], parts: dict[str, str]) -> list[StoredRecord]:
         """Run a mark or a scan."""
         records = self._timed(lambda: self.table.records(statement, parameters, **parts))
-        self.table.read_succeeded()
+        self.table.statement_succeeded()
         return with_oversized(records, self._max_message_bytes)
 
     def _timed(self, read: Callable[[], T]) -> T:
@@ -324,7 +367,7 @@ def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
         "others": sql.UNMARKED,
         "exclusion": (sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "") + _only(query),
         "partition": layout.partition,
-        **(sql.BY_ADDRESS if layout.by_address else sql.BY_ID),
+        **(sql.by_address(layout.oid) if layout.by_address else sql.BY_ID),
     }
 
 
@@ -338,11 +381,16 @@ def _only(query: RowQuery) -> str:
     return "" if query.only_rows is None else sql.ONLY_ROWS
 
 
-def _rows(ids: Sequence[int], create_times: Sequence[int]) -> dict[str, Any]:
+def _rows(ids: Sequence[int], create_times: Sequence[int]) -> list[RowId]:
     number, times = len(ids), len(create_times)  # SQL would fill up the shorter list with NULL
     must(number == times, "a purge must name a create time for each id; it names %d for %d", times, number)
-    ascending = sorted(zip(ids, create_times, strict=True))
-    return {"ids": array([identity for identity, _ in ascending]), "create_times": array([at for _, at in ascending])}
+    return [*map(RowId, ids, create_times)]
+
+
+def _of_rows(rows: list[RowId]) -> dict[str, Any]:
+    """Return the parameters of `OF_IDS`."""
+    ids, create_times = ids_and_times(sorted(rows))
+    return {"ids": array(ids), "create_times": array(create_times)}
 
 
 def _leaves_out(query: RowQuery) -> bool:

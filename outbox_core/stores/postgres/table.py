@@ -82,6 +82,7 @@ class Layout(NamedTuple):
 
     database: str
     outbox: str
+    oid: int
     by_address: bool
     has_partition: bool
 
@@ -113,7 +114,8 @@ class OutboxTable:
         self.role = ""
         self._connect_to = data_source, application_name
         self._layout: Layout | None = None
-        self._was_altered = False  # since the last mark or scan that succeeded
+        self._was_altered = False  # since the last mark, scan or deletion that succeeded
+        self._doubts: list[str] = []  # of the last check, which are in the log
         self._formatted: dict[tuple[object, ...], str] = {}
 
     # -- connection
@@ -238,8 +240,8 @@ class OutboxTable:
         yield
         self.set_timeout(self.statement_timeout)
 
-    def read_succeeded(self) -> None:
-        """Note that the layout fits the table."""
+    def statement_succeeded(self) -> None:
+        """Note that the layout fits the table, after a mark, a scan or a deletion."""
         self._was_altered = False
 
     def _raise(self, error: psycopg.Error) -> NoReturn:
@@ -291,6 +293,10 @@ class OutboxTable:
         """Return the layout; check the table first if that was not done or it was altered."""
         return self._layout or self.check()
 
+    def look_again(self) -> None:
+        """Have the next statement that depends on the layout check the table first."""
+        self._layout = None
+
     def check(self) -> Layout:
         """Check the table and return its layout.
 
@@ -304,7 +310,7 @@ class OutboxTable:
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
             raise self._missing()
-        kind, ids_may_repeat, database, schema, table, may_harvest, columns, cache = rows[0]
+        kind, ids_may_repeat, database, schema, table, may_harvest, columns, cache, oid = rows[0]
         if kind not in {"r", "p"}:
             raise OutboxTableError(f"{self.name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
@@ -313,36 +319,38 @@ class OutboxTable:
                 f"missing rights on {self.name}: harvesting needs SELECT, DELETE and UPDATE (leader_id); {self.grant()}"
             )
         refuse_hidden(self.query, self._secured_names)
-        self._warn_of_ids(cache, ids_may_repeat)
-        for obstacle in self.obstacles():
-            _log.warning(
-                "table %s has %s: publishing stops if it keeps records from being marked or removed",
-                self.name,
-                obstacle,
-            )
+        self._warn([*self._doubts_of_ids(cache, ids_may_repeat), *map(self._doubt_of_obstacle, self.obstacles())])
         may_read, missing = self.inspect_holds()
         if not (may_read or missing):
             raise RightsMissing(
                 f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
             )
         by_address = kind == "r" and not ids_may_repeat
-        self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
+        self._layout = Layout(database, f"{schema}.{table}", oid, by_address, "kafka_partition" in columns)
         return self._layout
 
-    def _warn_of_ids(self, cache: int | None, may_repeat: bool) -> None:
+    def _warn(self, doubts: list[str]) -> None:
+        """Log what the last check of the table did not find."""
+        for doubt in doubts:
+            if doubt not in self._doubts:
+                _log.warning("%s", doubt)
+        self._doubts = doubts
+
+    def _doubts_of_ids(self, cache: int | None, may_repeat: bool) -> Iterator[str]:
         if cache is not None and cache > 1:
-            _log.warning(
-                "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
-                "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
-                self.name,
-                cache,
+            yield (
+                f"the sequence of {self.name}.id has CACHE {cache}: ids are not drawn in order, so neither are records "
+                "of transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1"
             )
         if may_repeat:
-            _log.warning(
-                "two rows of %s may have one id: it has no unique index on id alone, or heirs. At-least-once delivery "
-                "stops at such rows, exactly-once delivery may take one for the other; draw all ids from one sequence",
-                self.name,
+            yield (
+                f"two rows of {self.name} may have one id: it has no unique index on id alone, or heirs. At-least-once "
+                "delivery stops at such rows, exactly-once delivery may take one for the other; draw all ids from one "
+                "sequence"
             )
+
+    def _doubt_of_obstacle(self, obstacle: str) -> str:
+        return f"table {self.name} has {obstacle}: publishing stops if it keeps records from being marked or removed"
 
     def _check_columns(self, columns: dict[str, str]) -> None:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]
@@ -394,6 +402,12 @@ class OutboxTable:
     def obstacles(self) -> list[str]:
         """List triggers and rules that may keep this role from marking and deleting rows that it can read."""
         return [what for (what,) in self.query(sql.OBSTACLES, {"name": self.quoted})]
+
+    def time_digits(self) -> int | None:
+        """Return how many digits of a second `create_time` has, None for all six."""
+        rows = self.query(sql.TIME_PRECISION, (self.quoted,))
+        digits = int(rows[0][0]) if rows else -1
+        return digits if 0 <= digits < 6 else None
 
     def new_rules(self) -> NewRules:
         """Return the CHECK constraints that rows from before may violate, as SQL."""

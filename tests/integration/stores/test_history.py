@@ -9,8 +9,9 @@ import psycopg
 import pytest
 
 from outbox_core.cli import main
+from outbox_core.doctor.session import DatabaseSession
 from outbox_core.doctor.status import read_status
-from outbox_core.errors import OutboxTableError, StoreSilent
+from outbox_core.errors import OutboxError, OutboxTableError, StoreSilent
 from outbox_core.events import LeaderFenced
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.record import OutboxRecord
@@ -103,6 +104,36 @@ def test_times_are_read_whatever_the_date_style(scene, store, style):
             DeadLetterRestash(NAME).restash(connection, "letters", place, record)
     times = [hold.create_time, cause.first, cause.last, event.create_time, row.create_time, found.first, found.last]
     assert all(abs(datetime.now(UTC) - time) < HOUR for time in [*times, raised.value.before.at])
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_restash_in_a_snapshot_is_refused(scene, level):
+    """A transaction that cannot see a restash that came after its snapshot stashes nothing, unless it is to do so."""
+    place, record = LetterPlace(0, 7), OutboxRecord("t", "k", "v")
+    restash = DeadLetterRestash(NAME).restash
+    with scene.connect() as connection, scene.connect() as other:
+        connection.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
+        connection.execute("SELECT count(*) FROM outbox_event")
+        restash(other, "letters", place, record)
+        other.commit()
+        for call in (restash, DeadLetterRestash(NAME).check):
+            with pytest.raises(OutboxError, match=f"isolation level {level.lower()}"):
+                call(connection, "letters", place, record)
+        assert scene.count() == 1
+        restash(connection, "letters", place, record, again=True)
+    assert scene.count() == 2
+
+
+def test_sessions_of_the_console_see_what_others_commit(scene):
+    """A console's transaction that restashes is of the level that it needs, whatever the role's default is."""
+    source = psycopg.conninfo.make_conninfo(
+        scene.database, options=r"-c default_transaction_isolation=repeatable\ read"
+    )
+    place, record = LetterPlace(0, 7), OutboxRecord("t", "k", "v")
+    session = DatabaseSession(source, "outbox", application_name="console", writes=True)
+    with session, session.connection.transaction():
+        DeadLetterRestash(session.table).restash(session.connection, "letters", place, record)
+    assert scene.count() == 1
 
 
 @pytest.mark.parametrize(

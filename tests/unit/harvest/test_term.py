@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from outbox_core.election import now
+from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.exactly_once import terms as exactly_once
 from outbox_core.harvest.failures import backoffs
 from outbox_core.harvest.failures import holds as holding
@@ -72,6 +73,43 @@ def test_ids_that_come_back(world):
     table.scan, table.delete_published = scan_after_restart, delete_after_restart
     world.run()
     assert world.cluster.published == {"t": [1, 2], "u": [1, 2, 3]}
+
+
+def test_rows_that_were_gone_before_their_purge(world, caplog):
+    """Published rows that are not there to be purged are told of once in a term, and nothing stops."""
+    table, delete, batches = world.table, world.table.delete_published, []
+    table.add("t", 2)
+
+    def delete_after_somebody(ids, create_times):
+        batches.append(ids)
+        table.rows.pop(ids[0], None)
+        if len(batches) < 3:
+            table.add("t", 2)
+        return delete(ids, create_times)
+
+    table.delete_published = delete_after_somebody
+    world.run()
+    assert batches[:2] == [[1, 2], [3, 4]]
+    assert not table.left()
+    assert "1 of 2 published rows of d.s.t (ids 1 to 2) were not there to be deleted" in caplog.text
+    assert "(ids 3 to 4)" not in caplog.text
+
+
+def test_purge_whose_answer_was_lost(world, caplog):
+    """Rows that a purge has deleted are not missing when it is tried again for its answer was lost."""
+    table, delete, tries = world.table, world.table.delete_published, []
+    table.add("t", 2)
+
+    def delete_without_an_answer(ids, create_times):
+        tries.append(delete(ids, create_times))
+        if len(tries) == 1:
+            raise StoreUnavailable("the connection was cut", in_doubt=True)
+        return tries[-1]
+
+    table.delete_published = delete_without_an_answer
+    world.run()
+    assert tries == [2, 0]
+    assert "were not there to be deleted" not in caplog.text
 
 
 def test_drain_outlasts_a_batch_that_is_all_held(world, monkeypatch):
