@@ -378,7 +378,10 @@ class HoldStore(Protocol):
         """
 
     def release_gone(self) -> int:
-        """Delete the holds of records that are no longer in the table; return how many."""
+        """Delete the holds of records that are no longer in the table; return how many.
+
+        It is worth no wait: raise StoreUnavailable if a lock of somebody else's keeps it waiting.
+        """
 
 
 def may_hold(holds: HoldStore) -> bool:

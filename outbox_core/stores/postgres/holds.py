@@ -133,8 +133,14 @@ class PostgresHolds:
         return int(deleted)
 
     def release_gone(self) -> int:
-        """Delete the holds of records that are no longer in the table; return how many."""
-        return self._release(sql.RELEASE_GONE, {})
+        """Delete the holds of records that are no longer in the table; return how many.
+
+        It is worth no wait: raise StoreUnavailable if a lock of somebody else's keeps it waiting.
+        """
+        with self._table.briefly_waiting():
+            with self._naming_rights():
+                ((finds_gone,),) = self._table.query(sql.FINDS_GONE, {"outbox": self._table.layout().outbox})
+            return self._release(sql.RELEASE_GONE, {}) if finds_gone else 0
 
     def release_for(self, reason: str) -> int:
         """Delete the holds of records that have this reason; return how many."""

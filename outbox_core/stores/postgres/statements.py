@@ -425,9 +425,15 @@ FROM {table} AS stored WHERE stored.id = ANY (%(ids)s::bigint[]) AND {is_of_reco
 RETURNING held.kafka_topic, held.kafka_key, held.record_id, held.error AS reason
 """
 
-RELEASE_GONE = """
-DELETE FROM {holds} AS held
-WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+_IS_GONE = """
+outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+"""
+
+# Asked first, several times a minute: it needs no lock that anybody else's work on the history could keep from it.
+FINDS_GONE = f"SELECT EXISTS (SELECT FROM {{holds}} AS held WHERE {_IS_GONE})"
+
+RELEASE_GONE = f"""
+DELETE FROM {{holds}} AS held WHERE {_IS_GONE}
 RETURNING kafka_topic, kafka_key, record_id, 'its record is gone' AS reason
 """
 

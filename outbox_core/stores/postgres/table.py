@@ -65,6 +65,7 @@ _PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
 # "cached plan must not change result type", among others
 # Without a timeout, the waits for them end all the same, after so many timeouts or a quarter of an hour.
 _WHOLE_TABLE_FACTOR = 30
+_BRIEF_SECONDS = 1.0
 _STATEMENTS = {
     text: f"statement {name.lower().replace('_', ' ')}"
     for name, text in vars(sql).items()
@@ -237,6 +238,13 @@ class OutboxTable:
         self.set_timeout(0.0)
         yield
         self.set_timeout(self.statement_timeout)
+
+    @contextmanager
+    def briefly_waiting(self) -> Iterator[None]:
+        """Give up statements that wait for a lock for longer than a moment: they raise StoreUnavailable."""
+        self.execute("SELECT set_config('lock_timeout', %s, false)", (milliseconds(_BRIEF_SECONDS),))
+        yield  # an error closes the connection
+        self.execute("SELECT set_config('lock_timeout', '0', false)")
 
     def read_succeeded(self) -> None:
         """Note that the layout fits the table."""

@@ -1,5 +1,6 @@
 """The history of an outbox: what harvesters and operators write into it, and what is read from it."""
 
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
@@ -10,8 +11,9 @@ import pytest
 
 from outbox_core.cli import main
 from outbox_core.doctor.status import read_status
-from outbox_core.errors import OutboxTableError, StoreSilent
+from outbox_core.errors import OutboxTableError, StoreSilent, StoreUnavailable
 from outbox_core.events import LeaderFenced
+from outbox_core.harvest.failures.holds import HoldCache
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import Archive, archive_statements
@@ -361,3 +363,34 @@ def test_other_outboxes_are_not_shown(scene, store):
     store.history.add_events([FENCED])
     scene.execute("UPDATE outbox_event SET outbox = 'public.another'")
     assert events(scene) == []
+
+
+# -- a history that somebody has locked
+
+
+@pytest.fixture
+def locked(scene):
+    """Lock the table of events as CREATE INDEX does, with two held records; the store waits three seconds at most."""
+    scene.fill("orders", 2, keys=None)
+    for record in (1, 2):
+        scene.hold("add_record", record)
+    store = PostgresStore(scene.database, statement_timeout=3.0)
+    with closing(store), psycopg.connect(scene.database) as blocking:
+        store.check()
+        blocking.execute("LOCK TABLE outbox_event IN SHARE MODE")
+        yield store
+
+
+def test_nothing_to_tidy_waits_for_no_history(locked):
+    """That no record of a hold is gone is found without the table of events."""
+    assert locked.holds.release_gone() == 0
+
+
+def test_tidying_waits_for_no_history(scene, locked):
+    """A hold whose record is gone stays while the table of events is locked; the holds are known all the same."""
+    scene.execute("DELETE FROM outbox WHERE id = 1")
+    cache = HoldCache(HarvestMetrics())
+    assert cache.read(locked).ids == {1, 2}
+    assert cache.is_known
+    with pytest.raises(StoreUnavailable, match="lock timeout"):
+        locked.holds.release_gone()
