@@ -9,7 +9,7 @@ from outbox_core.doctor.findings import Commands, Finding, fine, problem, warnin
 from outbox_core.doctor.session import DatabaseSession
 from outbox_core.doctor.table import HEAD_ROWS
 from outbox_core.printable import plural
-from outbox_core.schema import HOLD_COLUMNS, quote
+from outbox_core.schema import HOLD_COLUMNS, OUTBOX_FIRST, quote
 
 _OLDEST_SERVER = 140_000
 _OLD_SECONDS = 60
@@ -90,8 +90,8 @@ _NO_HOLDS = "SELECT NULL::text AS kafka_topic, NULL::text AS kafka_key, NULL::bi
 _ALL_HOLDS = "SELECT kafka_topic, kafka_key, record_id FROM {holds} WHERE outbox = %(outbox)s"
 
 # A record is held by the hold of its topic, of its key (its own, or of another record of the key), or its own.
-_HEAD = """
-WITH holds AS MATERIALIZED ({holds}),
+_HEAD = f"WITH {OUTBOX_FIRST}," + """
+holds AS MATERIALIZED ({holds}),
 head AS (
     SELECT kafka_topic, kafka_key IS NULL AS is_keyless, leader_id, create_time,
            kafka_topic IN (SELECT kafka_topic FROM holds WHERE kafka_key IS NULL AND record_id IS NULL)

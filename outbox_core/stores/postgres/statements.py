@@ -14,7 +14,7 @@ to find out that they are large. A row is taken if those before it do not fill t
 
 from __future__ import annotations
 
-from outbox_core.schema import HAS_UNIQUE_ID_SQL, MOST_MEASURED_ELEMENTS
+from outbox_core.schema import HAS_UNIQUE_ID_SQL, MOST_MEASURED_ELEMENTS, OUTBOX_FIRST
 from outbox_core.stores import relay_marks
 from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, NO_FLOOR
 
@@ -417,7 +417,7 @@ SELECT count(*) FROM changed
 """
 
 # Around the statements below, and around `ADD_HOLDS`.
-CHANGE_HOLDS = "WITH changed AS ({change}){noted} SELECT count(*) FROM changed"
+CHANGE_HOLDS = f"WITH {OUTBOX_FIRST}, changed AS ({{change}}){{noted}} SELECT count(*) FROM changed"
 
 REFUSE_DEAD_LETTERS = """
 UPDATE {holds} AS held SET dead_letter = false, error = %(error)s
@@ -430,7 +430,7 @@ outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table
 """
 
 # Asked first, several times a minute: it needs no lock that anybody else's work on the history could keep from it.
-FINDS_GONE = f"SELECT EXISTS (SELECT FROM {{holds}} AS held WHERE {_IS_GONE})"
+FINDS_GONE = f"WITH {OUTBOX_FIRST} SELECT EXISTS (SELECT FROM {{holds}} AS held WHERE {_IS_GONE})"
 
 RELEASE_GONE = f"""
 DELETE FROM {{holds}} AS held WHERE {_IS_GONE}
@@ -445,7 +445,8 @@ ORDER BY EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record}), id LIMIT {li
 
 # -- history
 
-# NULL where there is no such table. A change of holds must not fail for what a policy says of its event.
+# NULL where there is no such table. A change of holds must not fail for what a policy says of its event, nor wait for
+# somebody who keeps others from writing events, or is about to: the last column says that.
 HISTORY_RIGHTS = """
 SELECT has_table_privilege(to_regclass(%(statistics)s)::oid, 'INSERT')
            AND has_table_privilege(to_regclass(%(statistics)s)::oid, 'SELECT')
@@ -454,7 +455,11 @@ SELECT has_table_privilege(to_regclass(%(statistics)s)::oid, 'INSERT')
        has_table_privilege(to_regclass(%(events)s)::oid, 'INSERT')
            AND has_table_privilege(to_regclass(%(events)s)::oid, 'SELECT')
            AND has_table_privilege(to_regclass(%(events)s)::oid, 'DELETE')
-           AND NOT row_security_active(to_regclass(%(events)s)::oid)
+           AND NOT row_security_active(to_regclass(%(events)s)::oid),
+       EXISTS (SELECT FROM pg_locks
+               WHERE locktype = 'relation' AND relation = to_regclass(%(events)s)::oid
+                 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+                 AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'))
 """
 
 # The history is worth no wait for a synchronous standby: where that is away each commit waits for it, also when its
@@ -492,8 +497,8 @@ DELETE FROM {events}
 WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s) AND {locally}
 """
 
-# Part of the statement that changes holds, so that no change is without its event. {changed} returns topic, key, record
-# and reason. Only events whose ids are taken are left out: logical replication copies the rows and not their sequence.
+# Part of the statement that changes holds, so that no change is without its event, unless the table of events is locked.
+# {changed} returns topic, key, record and reason. Only events whose ids are taken are left out: logical replication copies the rows and not their sequence.
 NOTE_CHANGES = """, noted AS (
     INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key, record_id)
     SELECT %(outbox)s, %(kind)s, regexp_replace(current_setting('application_name'), '^kafka-outbox ', ''),

@@ -386,11 +386,30 @@ def test_nothing_to_tidy_waits_for_no_history(locked):
     assert locked.holds.release_gone() == 0
 
 
-def test_tidying_waits_for_no_history(scene, locked):
-    """A hold whose record is gone stays while the table of events is locked; the holds are known all the same."""
+def test_no_change_of_holds_waits_for_the_history(scene, locked, caplog):
+    """While the table of events is locked holds are changed without an event, and a log line says so."""
+    records = locked.scan(RowQuery(2))
+    scene.fill("orders", 1, keys=None)
+    locked.holds.add([NewHold("orders", None, 3, "refused", "too large", dead_letter=True)])
+    assert "is not noted in the history: public.outbox_event is locked" in caplog.text
+    assert locked.holds.refuse_dead_letters([3], "no rights") == 1
+    assert locked.holds.delete_dead_lettered([1], [records[0].create_time]) == 1
+    scene.execute("DELETE FROM outbox WHERE id = 2")
+    assert locked.holds.release_gone() == 1
+    assert locked.holds.read().ids == {3}
+
+
+def test_tidying_waits_for_nobody(scene, store):
+    """A hold whose record is gone stays while somebody locks the table of holds; the holds are known all the same."""
+    scene.fill("orders", 2, keys=None)
+    for record in (1, 2):
+        scene.hold("add_record", record)
     scene.execute("DELETE FROM outbox WHERE id = 1")
     cache = HoldCache(HarvestMetrics())
-    assert cache.read(locked).ids == {1, 2}
-    assert cache.is_known
-    with pytest.raises(StoreUnavailable, match="lock timeout"):
-        locked.holds.release_gone()
+    with psycopg.connect(scene.database) as blocking:
+        blocking.execute("LOCK TABLE outbox_hold IN SHARE MODE")
+        assert cache.read(store).ids == {1, 2}
+        assert cache.is_known
+        with pytest.raises(StoreUnavailable, match="lock timeout"):
+            store.holds.release_gone()
+    assert store.holds.release_gone() == 1
