@@ -208,6 +208,9 @@ class HoldSet:
 
 NO_HOLDS = HoldSet()
 
+MARKED = "marked"
+"""The reason of the holds of records that an at-least-once leader may have sent."""
+
 
 class NewHold(NamedTuple):
     """A hold that the harvester sets: of a topic (no `record_id`), or of a record, with its key if it has one.

@@ -97,9 +97,8 @@ class HoldCache:
         holds = store.holds.read()
         if holds is None or not holds.may_change or not (holds.ids or holds.lanes):
             return holds
-        if now() - self._tidied_at > _TIDY_EVERY_SECONDS:
-            if self._tidy(store):
-                return store.holds.read()
+        if now() - self._tidied_at > _TIDY_EVERY_SECONDS and self._tidy(store):
+            return store.holds.read()
         return holds
 
     def _tidy(self, store: OutboxStore) -> bool:

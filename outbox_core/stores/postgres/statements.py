@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from outbox_core.schema import HAS_UNIQUE_ID_SQL, MOST_MEASURED_ELEMENTS, OUTBOX_FIRST
 from outbox_core.stores import relay_marks
-from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, NO_FLOOR
+from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, MARKED, NO_FLOOR
 
 # -- fragments
 
@@ -103,6 +103,14 @@ SELECT c.relkind,
         WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid)
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%s)
+"""
+
+# A schema that a role may not use is skipped on its search path without a word.
+SCHEMAS_WITHHELD = """
+SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE c.relname = %s AND c.relkind IN ('r', 'p') AND NOT starts_with(n.nspname, 'pg_')
+  AND NOT has_schema_privilege(n.oid, 'USAGE')
+ORDER BY 1
 """
 
 # Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
@@ -425,8 +433,11 @@ FROM {table} AS stored WHERE stored.id = ANY (%(ids)s::bigint[]) AND {is_of_reco
 RETURNING held.kafka_topic, held.kafka_key, held.record_id, held.error AS reason
 """
 
+# A row may be away with its partition, and come back with it. Only what was refused is refused again then: other holds
+# of a partitioned table are for people to release.
 _IS_GONE = """
 outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+AND (error <> '' AND reason <> '{marked}' OR (SELECT relkind FROM pg_class WHERE oid = to_regclass(%(name)s)) <> 'p')
 """
 
 # Asked first, several times a minute: it needs no lock that anybody else's work on the history could keep from it.
@@ -497,8 +508,9 @@ DELETE FROM {events}
 WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s) AND {locally}
 """
 
-# Part of the statement that changes holds, so that no change is without its event, unless the table of events is locked.
-# {changed} returns topic, key, record and reason. Only events whose ids are taken are left out: logical replication copies the rows and not their sequence.
+# Part of the statement that changes holds, so that no change is without its event. {changed} returns topic, key, record
+# and reason. Only events whose ids are taken are left out (logical replication copies the rows and not their sequence),
+# and all of them while their table is locked.
 NOTE_CHANGES = """, noted AS (
     INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key, record_id)
     SELECT %(outbox)s, %(kind)s, regexp_replace(current_setting('application_name'), '^kafka-outbox ', ''),
@@ -613,6 +625,7 @@ FRAGMENTS = {
     "above": ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
     "digest": KEY_DIGEST_PREFIX,
     "locally": LOCALLY,
+    "marked": MARKED,
     "first_of_relays": relay_marks.FIRST,
     "last_of_relays": relay_marks.LAST,
 }
