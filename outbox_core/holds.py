@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
 from outbox_core.row_security import fetch_on, hides_sql, refuse_hidden
 from outbox_core.schema import (
+    OUTBOX_FIRST,
     EventKind,
     TableName,
     events_beside,
@@ -155,16 +156,16 @@ _RELEASE = "DELETE FROM {holds} AS held WHERE {filter} RETURNING kafka_topic, ka
 
 # The row must be of the hold's topic and key: ids come back when a table is truncated or restored. Without its row a
 # hold must not go if the row may only be hidden: it would be published.
-_SKIP = """
-WITH released AS (
-    DELETE FROM {holds} AS held WHERE {filter} AND record_id IS NOT NULL AND NOT {hides}
+_SKIP = f"""
+WITH {OUTBOX_FIRST}, released AS (
+    DELETE FROM {{holds}} AS held WHERE {{filter}} AND record_id IS NOT NULL AND NOT {{hides}}
     RETURNING record_id, kafka_topic, kafka_key
 ), changed AS (
-    DELETE FROM {table} AS stored USING released
+    DELETE FROM {{table}} AS stored USING released
     WHERE stored.id = released.record_id AND coalesce(stored.kafka_topic, '') = released.kafka_topic
       AND stored.kafka_key IS NOT DISTINCT FROM released.kafka_key
     RETURNING released.kafka_topic, stored.kafka_key, stored.id AS record_id
-){noted}
+){{noted}}
 SELECT count(*) FROM changed
 """
 

@@ -130,6 +130,10 @@ def quote(identifier: str) -> str:
     return '"' + identifier.replace('"', '""') + '"'
 
 
+# Begins a statement that changes or reads holds before rows. PostgreSQL locks tables as it meets them in the text: a
+# migration that alters the outbox and then its holds, in one transaction, would wait for a session that waits for it.
+OUTBOX_FIRST = "outbox_first AS (SELECT FROM {table} LIMIT 0)"
+
 HAS_UNIQUE_ID_SQL = """EXISTS (
     SELECT FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] AND attname = 'id'
     WHERE indrelid = c.oid AND indisunique AND indisvalid AND indpred IS NULL AND indnkeyatts = 1)"""

@@ -9,7 +9,7 @@ from outbox_core.doctor.findings import Commands, Finding, fine, problem, warnin
 from outbox_core.doctor.session import DatabaseSession
 from outbox_core.doctor.table import HEAD_ROWS
 from outbox_core.printable import plural
-from outbox_core.schema import HOLD_COLUMNS, quote
+from outbox_core.schema import HOLD_COLUMNS, OUTBOX_FIRST, quote
 
 _OLDEST_SERVER = 140_000
 _OLD_SECONDS = 60
@@ -90,15 +90,15 @@ _NO_HOLDS = "SELECT NULL::text AS kafka_topic, NULL::text AS kafka_key, NULL::bi
 _ALL_HOLDS = "SELECT kafka_topic, kafka_key, record_id FROM {holds} WHERE outbox = %(outbox)s"
 
 # A record is held by the hold of its topic, of its key (its own, or of another record of the key), or its own.
-_HEAD = """
-WITH holds AS MATERIALIZED ({holds}),
+_HEAD = f"""
+WITH {OUTBOX_FIRST}, holds AS MATERIALIZED ({{holds}}),
 head AS (
     SELECT kafka_topic, kafka_key IS NULL AS is_keyless, leader_id, create_time,
            kafka_topic IN (SELECT kafka_topic FROM holds WHERE kafka_key IS NULL AND record_id IS NULL)
            OR kafka_key IS NOT NULL AND (kafka_topic, kafka_key) IN
                (SELECT kafka_topic, kafka_key FROM holds WHERE kafka_key IS NOT NULL)
            OR id IN (SELECT record_id FROM holds WHERE record_id IS NOT NULL) AS is_held
-    FROM (SELECT id, kafka_topic, kafka_key, leader_id, create_time FROM {table} ORDER BY id LIMIT {rows}) AS oldest
+    FROM (SELECT id, kafka_topic, kafka_key, leader_id, create_time FROM {{table}} ORDER BY id LIMIT {{rows}}) AS oldest
 )
 SELECT kafka_topic, count(*), count(leader_id), count(*) FILTER (WHERE is_held), bool_or(is_keyless),
        max(CASE WHEN isfinite(create_time) AND NOT is_held

@@ -208,6 +208,9 @@ class HoldSet:
 
 NO_HOLDS = HoldSet()
 
+MARKED = "marked"
+"""The reason of the holds of records that an at-least-once leader may have sent."""
+
 
 class NewHold(NamedTuple):
     """A hold that the harvester sets: of a topic (no `record_id`), or of a record, with its key if it has one.
@@ -378,7 +381,10 @@ class HoldStore(Protocol):
         """
 
     def release_gone(self) -> int:
-        """Delete the holds of records that are no longer in the table; return how many."""
+        """Delete the holds of records that are no longer in the table; return how many.
+
+        It is worth no wait: raise StoreUnavailable if a lock of somebody else's keeps it waiting.
+        """
 
 
 def may_hold(holds: HoldStore) -> bool:

@@ -20,7 +20,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from outbox_core.election.lease import now
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, OutboxStore, OversizedValue, RowQuery, StoredRecord
 
@@ -48,6 +48,7 @@ class HoldCache:
         self._answer: HoldSet = NO_HOLDS
         self._read_every = READ_EVERY_SECONDS
         self._tidied_at = _UNKNOWN
+        self._is_tidy = True
         self._metrics = metrics
 
     @property
@@ -96,11 +97,26 @@ class HoldCache:
         holds = store.holds.read()
         if holds is None or not holds.may_change or not (holds.ids or holds.lanes):
             return holds
-        if now() - self._tidied_at > _TIDY_EVERY_SECONDS:
-            self._tidied_at = now()
-            if store.holds.release_gone():  # records that somebody deleted, or that the last leader had published
-                return store.holds.read()
+        if now() - self._tidied_at > _TIDY_EVERY_SECONDS and self._tidy(store):
+            return store.holds.read()
         return holds
+
+    def _tidy(self, store: OutboxStore) -> bool:
+        """Release holds of records that somebody deleted, or that the last leader had published.
+
+        Return True if the holds may be others now. Publishing does not wait until it succeeds.
+        """
+        try:
+            released = store.holds.release_gone()
+        except (StoreUnavailable, OutboxTableError) as error:
+            if self._is_tidy:
+                _log.warning("holds whose records are gone stay until they can be released: %s", error)
+            self._is_tidy = False
+            return True  # the connection is given up, and the next one may lead to another server
+        finally:
+            self._tidied_at = now()
+        self._is_tidy = True
+        return released > 0
 
     def write(
         self, store: OutboxStore, holds: Sequence[NewHold], refused: Mapping[str, Collection[int]] = _NONE_REFUSED

@@ -59,15 +59,26 @@ class PostgresHistory:
     def prune(self) -> int:
         """Delete statistics older than a week, and events older than 90 days; return how many."""
         outbox = self._table.layout().outbox
-        has_statistics, has_events = self._writable()
+        has_statistics, has_events, _ = self._writable()
         statistics = {"outbox": outbox, "seconds": STATISTICS_SECONDS}
         events = {"outbox": outbox, "seconds": EVENT_SECONDS}
         count = self._table.execute(sql.PRUNE_STATISTICS, statistics, **self._names()) if has_statistics else 0
         return count + (self._table.execute(sql.PRUNE_EVENTS, events, **self._names()) if has_events else 0)
 
     def note_changes(self, kind: EventKind) -> NotedChanges:
-        """Return the part of a statement that writes an event of this kind for each changed hold."""
-        if not self._writable()[1]:
+        """Return the part of a statement that writes an event of this kind for each changed hold.
+
+        Publishing waits for that statement, so it writes none while somebody has locked the table of events.
+        """
+        _, has_events, is_locked = self._writable()
+        if has_events and is_locked:
+            _log.warning(
+                "a change of holds (%s) is not noted in the history: %s is locked against writing (by CREATE INDEX, "
+                "ALTER TABLE, VACUUM FULL or the like)",
+                kind,
+                self._names()["events"],
+            )
+        if not has_events or is_locked:
             return NotedChanges()
         return NotedChanges(self._table.format(sql.NOTE_CHANGES, **self._names()), {"kind": str(kind)})
 
@@ -75,10 +86,10 @@ class PostgresHistory:
         outbox = self._table.found_outbox
         return {"statistics": statistics_beside(outbox), "events": events_beside(outbox)}
 
-    def _writable(self) -> tuple[bool, bool]:
-        """Tell which of the two tables may be written."""
+    def _writable(self) -> tuple[bool, bool, bool]:
+        """Tell which of the two tables may be written, and if writing events would wait for somebody's lock."""
         names = {part: name.quoted for part, name in self._names().items()}
-        (found,) = self._table.query(sql.HISTORY_RIGHTS, names)
+        ((*found, is_locked),) = self._table.query(sql.HISTORY_RIGHTS, names)
         if False in found and not self._has_warned:
             self._has_warned = True
             forbidden = ", ".join(name for name, may in zip(names.values(), found, strict=True) if may is False)
@@ -88,4 +99,4 @@ class PostgresHistory:
                 forbidden,
                 self._table.quoted_role,
             )
-        return bool(found[0]), bool(found[1])
+        return bool(found[0]), bool(found[1]), is_locked

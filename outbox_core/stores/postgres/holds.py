@@ -133,8 +133,16 @@ class PostgresHolds:
         return int(deleted)
 
     def release_gone(self) -> int:
-        """Delete the holds of records that are no longer in the table; return how many."""
-        return self._release(sql.RELEASE_GONE, {})
+        """Delete the holds of records that are no longer in the table; return how many.
+
+        Of a partitioned table only those of records that were refused: others may come back with their partition. It
+        is worth no wait: raise StoreUnavailable if a lock of somebody else's keeps it waiting.
+        """
+        with self._table.briefly_waiting():
+            with self._naming_rights():
+                parameters = {"outbox": self._table.layout().outbox, "name": self._table.quoted}
+                ((finds_gone,),) = self._table.query(sql.FINDS_GONE, parameters)
+            return self._release(sql.RELEASE_GONE, parameters) if finds_gone else 0
 
     def release_for(self, reason: str) -> int:
         """Delete the holds of records that have this reason; return how many."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from outbox_core.stores.interface import MarkedRows, NewHold
+from outbox_core.stores.interface import MARKED, MarkedRows, NewHold
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.conversion import array, key_as_held
 from outbox_core.stores.postgres.holds import PostgresHolds
 from outbox_core.stores.postgres.table import OutboxTable
-
-MARKED = "marked"
-"""The reason of the holds of records that an at-least-once leader may have sent."""
 
 _ERROR = (
     "its column leader_id was set: an at-least-once leader that did not stop in good order may have sent it, or its "

@@ -14,9 +14,9 @@ to find out that they are large. A row is taken if those before it do not fill t
 
 from __future__ import annotations
 
-from outbox_core.schema import HAS_UNIQUE_ID_SQL, MOST_MEASURED_ELEMENTS
+from outbox_core.schema import HAS_UNIQUE_ID_SQL, MOST_MEASURED_ELEMENTS, OUTBOX_FIRST
 from outbox_core.stores import relay_marks
-from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, NO_FLOOR
+from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, MARKED, NO_FLOOR
 
 # -- fragments
 
@@ -104,6 +104,14 @@ SELECT c.relkind,
        c.oid::bigint
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%s)
+"""
+
+# A schema that a role may not use is skipped on its search path without a word.
+SCHEMAS_WITHHELD = """
+SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE c.relname = %s AND c.relkind IN ('r', 'p') AND NOT starts_with(n.nspname, 'pg_')
+  AND NOT has_schema_privilege(n.oid, 'USAGE')
+ORDER BY 1
 """
 
 # Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
@@ -423,7 +431,7 @@ SELECT count(*) FROM changed
 """
 
 # Around the statements below, and around `ADD_HOLDS`.
-CHANGE_HOLDS = "WITH changed AS ({change}){noted} SELECT count(*) FROM changed"
+CHANGE_HOLDS = f"WITH {OUTBOX_FIRST}, changed AS ({{change}}){{noted}} SELECT count(*) FROM changed"
 
 REFUSE_DEAD_LETTERS = """
 UPDATE {holds} AS held SET dead_letter = false, error = %(error)s
@@ -431,9 +439,18 @@ FROM {table} AS stored WHERE stored.id = ANY (%(ids)s::bigint[]) AND {is_of_reco
 RETURNING held.kafka_topic, held.kafka_key, held.record_id, held.error AS reason
 """
 
-RELEASE_GONE = """
-DELETE FROM {holds} AS held
-WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+# A row may be away with its partition, and come back with it. Only what was refused is refused again then: other holds
+# of a partitioned table are for people to release.
+_IS_GONE = """
+outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+AND (error <> '' AND reason <> '{marked}' OR (SELECT relkind FROM pg_class WHERE oid = to_regclass(%(name)s)) <> 'p')
+"""
+
+# Asked first, several times a minute: it needs no lock that anybody else's work on the history could keep from it.
+FINDS_GONE = f"WITH {OUTBOX_FIRST} SELECT EXISTS (SELECT FROM {{holds}} AS held WHERE {_IS_GONE})"
+
+RELEASE_GONE = f"""
+DELETE FROM {{holds}} AS held WHERE {_IS_GONE}
 RETURNING kafka_topic, kafka_key, record_id, 'its record is gone' AS reason
 """
 
@@ -445,7 +462,8 @@ ORDER BY EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record}), id LIMIT {li
 
 # -- history
 
-# NULL where there is no such table. A change of holds must not fail for what a policy says of its event.
+# NULL where there is no such table. A change of holds must not fail for what a policy says of its event, nor wait for
+# somebody who keeps others from writing events, or is about to: the last column says that.
 HISTORY_RIGHTS = """
 SELECT has_table_privilege(to_regclass(%(statistics)s)::oid, 'INSERT')
            AND has_table_privilege(to_regclass(%(statistics)s)::oid, 'SELECT')
@@ -454,7 +472,11 @@ SELECT has_table_privilege(to_regclass(%(statistics)s)::oid, 'INSERT')
        has_table_privilege(to_regclass(%(events)s)::oid, 'INSERT')
            AND has_table_privilege(to_regclass(%(events)s)::oid, 'SELECT')
            AND has_table_privilege(to_regclass(%(events)s)::oid, 'DELETE')
-           AND NOT row_security_active(to_regclass(%(events)s)::oid)
+           AND NOT row_security_active(to_regclass(%(events)s)::oid),
+       EXISTS (SELECT FROM pg_locks
+               WHERE locktype = 'relation' AND relation = to_regclass(%(events)s)::oid
+                 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+                 AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'))
 """
 
 # The history is worth no wait for a synchronous standby: where that is away each commit waits for it, also when its
@@ -493,7 +515,8 @@ WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seco
 """
 
 # Part of the statement that changes holds, so that no change is without its event. {changed} returns topic, key, record
-# and reason. Only events whose ids are taken are left out: logical replication copies the rows and not their sequence.
+# and reason. Only events whose ids are taken are left out (logical replication copies the rows and not their sequence),
+# and all of them while their table is locked.
 NOTE_CHANGES = """, noted AS (
     INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key, record_id)
     SELECT %(outbox)s, %(kind)s, regexp_replace(current_setting('application_name'), '^kafka-outbox ', ''),
@@ -608,6 +631,7 @@ FRAGMENTS = {
     "above": ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
     "digest": KEY_DIGEST_PREFIX,
     "locally": LOCALLY,
+    "marked": MARKED,
     "first_of_relays": relay_marks.FIRST,
     "last_of_relays": relay_marks.LAST,
 }

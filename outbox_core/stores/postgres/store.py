@@ -281,7 +281,7 @@ class PostgresStore:
 
     def at_work(self, seconds: float) -> str:
         """Return what the database does for a long statement of this role and program on another connection."""
-        waits = [wait for (wait,) in self.table.query(sql.AT_WORK, {"seconds": seconds})]
+        waits = [wait for (wait,) in self.table.ask_apart(sql.AT_WORK, {"seconds": seconds})]
         if not waits:
             return ""
         return "has it wait for a lock" if "Lock" in waits else "is at work on it"

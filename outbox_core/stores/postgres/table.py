@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -65,6 +65,7 @@ _PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
 # "cached plan must not change result type", among others
 # Without a timeout, the waits for them end all the same, after so many timeouts or a quarter of an hour.
 _WHOLE_TABLE_FACTOR = 30
+_BRIEF_SECONDS = 1.0
 _STATEMENTS = {
     text: f"statement {name.lower().replace('_', ' ')}"
     for name, text in vars(sql).items()
@@ -141,6 +142,21 @@ class OutboxTable:
                 raise
             self.connection = connection
         return self.connection
+
+    def ask_apart(self, question: str, parameters: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Run a statement on the catalogs alone, over a connection of its own; return its rows.
+
+        It waits for no lock on our tables, as the question about their policies does (`set_row_security`).
+        """
+        connection, _ = connect_to_primary(*self._connect_to, statement_timeout=self.statement_timeout)
+        with closing(connection):
+            text, names = numbered(question)
+            try:
+                return psycopg.RawCursor(connection).execute(text, [parameters[name] for name in names]).fetchall()
+            except ConnectionGivenUp as error:
+                raise StoreSilent(one_line(error)) from error
+            except psycopg.Error as error:
+                raise StoreUnavailable(one_line(error)) from error
 
     def close(self) -> None:
         """Close the connection. The next call opens another one."""
@@ -239,6 +255,13 @@ class OutboxTable:
         self.set_timeout(0.0)
         yield
         self.set_timeout(self.statement_timeout)
+
+    @contextmanager
+    def briefly_waiting(self) -> Iterator[None]:
+        """Give up statements that wait for a lock for longer than a moment: they raise StoreUnavailable."""
+        self.execute("SELECT set_config('lock_timeout', %s, false)", (milliseconds(_BRIEF_SECONDS),))
+        yield  # an error closes the connection
+        self.execute("SELECT set_config('lock_timeout', '0', false)")
 
     def statement_succeeded(self) -> None:
         """Note that the layout fits the table, after a mark, a scan or a deletion."""
@@ -368,6 +391,14 @@ class OutboxTable:
         return may_read, [column for column in HOLD_COLUMNS if column not in columns]
 
     def _missing(self) -> OutboxMissing:
+        schemas = [quote(schema) for (schema,) in self.query(sql.SCHEMAS_WITHHELD, (self.name.table,))]
+        if schemas and not self.name.schema:
+            named = f"schema {schemas[0]}" if len(schemas) == 1 else f"schemas {', '.join(schemas)}"
+            return OutboxMissing(
+                f"outbox table {self.name} is not found in database {self.connected().info.dbname}: {named} has such a "
+                f"table, and role {quote(self.role)} may not use it; GRANT USAGE ON SCHEMA {schemas[0]} TO "
+                f"{quote(self.role)}, and name the table with its schema unless that is on the role's search path"
+            )
         return OutboxMissing(
             f"outbox table {self.name} does not exist in database {self.connected().info.dbname}; make it with "
             f"`outbox schema --table {self.name} --apply`, with Alembic or with `manage.py migrate`, or name the right "

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from uuid import uuid4
 
 import psycopg
@@ -422,3 +422,69 @@ def test_table_of_holds_that_is_dropped(scene, store, caplog):
     assert sum("nothing can be held" in record.message for record in caplog.records) == 1
     scene.execute(create_hold_sql(scene.table))
     assert store.holds.read() is not None
+
+
+def unless_given_up(call):
+    """Return the call, which may give up."""
+
+    def calls(*args):
+        with suppress(StoreUnavailable):
+            call(*args)
+
+    return calls
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store, _: store.holds.release_gone(),
+        lambda store, _: refuse(store, (2, "t", "b")),
+        lambda store, _: store.holds.refuse_dead_letters([1], "boo"),
+        lambda store, _: store.holds.fetch([1]),
+        lambda store, _: store.holds.delete_dead_lettered([1], [0]),
+        lambda _, scene: scene.hold("skip", records=[1]),
+    ],
+    ids=["release_gone", "add", "refuse_dead_letters", "fetch", "delete_dead_lettered", "skip"],
+)
+def test_the_outbox_is_locked_before_its_holds(database, call):
+    """A migration that alters the outbox and then its holds, in one transaction, meets nobody who waits with a lock."""
+    scene = Scene(database, "")
+    fill(scene)
+    with closing(PostgresStore(database)) as store, psycopg.connect(database) as migration:
+        refuse(store, (1, "t", "a"), (99, "t", "b"))
+        migration.execute("ALTER TABLE outbox ADD COLUMN extra text")
+        calling = threading.Thread(target=unless_given_up(call), args=(store, scene))
+        calling.start()
+        wait_for_a_blocked_session(database)
+        migration.execute("LOCK TABLE outbox_hold IN ACCESS EXCLUSIVE MODE NOWAIT")
+        migration.rollback()
+        calling.join()
+
+
+def test_a_partition_that_comes_back_is_still_held(database):
+    """A record that somebody holds stays held while its partition is detached; one that was refused would be again."""
+    scene = Scene(database, "")
+    scene.execute("DROP TABLE outbox")
+    scene.execute(
+        """CREATE TABLE outbox (
+            id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, create_time timestamptz NOT NULL DEFAULT now(),
+            kafka_topic text NOT NULL, kafka_key text, kafka_value bytea,
+            kafka_header_keys text[] NOT NULL DEFAULT '{}', kafka_header_values bytea[] NOT NULL DEFAULT '{}',
+            leader_id uuid
+        ) PARTITION BY RANGE (id)"""
+    )
+    for part, first, last in (("old", 1, 4), ("new", 4, 100)):
+        scene.execute(f"CREATE TABLE {part} PARTITION OF outbox FOR VALUES FROM ({first}) TO ({last})")
+    with closing(PostgresStore(database)) as store:
+        for key in ("a", "b", "c", "d"):
+            scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', %s)", [key])
+        scene.hold("add_record", 1, reason="never publish this")
+        scene.execute("UPDATE outbox SET leader_id = %s WHERE id = 2", [LEADER])
+        assert store.marks.hold(10) == 1
+        refuse(store, (3, "t", "c"))
+        scene.execute("ALTER TABLE outbox DETACH PARTITION old")
+        assert store.holds.release_gone() == 1
+        scene.execute("ALTER TABLE outbox ATTACH PARTITION old FOR VALUES FROM (1) TO (4)")
+        assert ids(store.scan(RowQuery(10, holds=store.holds.read()))) == [3, 4]
+        scene.execute("ALTER TABLE outbox DETACH PARTITION old")
+        assert scene.hold("release", records=[1]) == 1, "for good, by somebody who dropped the partition"

@@ -1,5 +1,6 @@
 """The history of an outbox: what harvesters and operators write into it, and what is read from it."""
 
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
@@ -11,8 +12,9 @@ import pytest
 from outbox_core.cli import main
 from outbox_core.doctor.session import DatabaseSession
 from outbox_core.doctor.status import read_status
-from outbox_core.errors import OutboxError, OutboxTableError, StoreSilent
+from outbox_core.errors import OutboxError, OutboxTableError, StoreSilent, StoreUnavailable
 from outbox_core.events import LeaderFenced
+from outbox_core.harvest.failures.holds import HoldCache
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import Archive, archive_statements
@@ -392,3 +394,53 @@ def test_other_outboxes_are_not_shown(scene, store):
     store.history.add_events([FENCED])
     scene.execute("UPDATE outbox_event SET outbox = 'public.another'")
     assert events(scene) == []
+
+
+# -- a history that somebody has locked
+
+
+@pytest.fixture
+def locked(scene):
+    """Lock the table of events as CREATE INDEX does, with two held records; the store waits three seconds at most."""
+    scene.fill("orders", 2, keys=None)
+    for record in (1, 2):
+        scene.hold("add_record", record)
+    store = PostgresStore(scene.database, statement_timeout=3.0)
+    with closing(store), psycopg.connect(scene.database) as blocking:
+        store.check()
+        blocking.execute("LOCK TABLE outbox_event IN SHARE MODE")
+        yield store
+
+
+def test_nothing_to_tidy_waits_for_no_history(locked):
+    """That no record of a hold is gone is found without the table of events."""
+    assert locked.holds.release_gone() == 0
+
+
+def test_no_change_of_holds_waits_for_the_history(scene, locked, caplog):
+    """While the table of events is locked holds are changed without an event, and a log line says so."""
+    records = locked.scan(RowQuery(2))
+    scene.fill("orders", 1, keys=None)
+    locked.holds.add([NewHold("orders", None, 3, "refused", "too large", dead_letter=True)])
+    assert "is not noted in the history: public.outbox_event is locked" in caplog.text
+    assert locked.holds.refuse_dead_letters([3], "no rights") == 1
+    assert locked.holds.delete_dead_lettered([1], [records[0].create_time]) == 1
+    scene.execute("DELETE FROM outbox WHERE id = 2")
+    assert locked.holds.release_gone() == 1
+    assert locked.holds.read().ids == {3}
+
+
+def test_tidying_waits_for_nobody(scene, store):
+    """A hold whose record is gone stays while somebody locks the table of holds; the holds are known all the same."""
+    scene.fill("orders", 2, keys=None)
+    for record in (1, 2):
+        scene.hold("add_record", record)
+    scene.execute("DELETE FROM outbox WHERE id = 1")
+    cache = HoldCache(HarvestMetrics())
+    with psycopg.connect(scene.database) as blocking:
+        blocking.execute("LOCK TABLE outbox_hold IN SHARE MODE")
+        assert cache.read(store).ids == {1, 2}
+        assert cache.is_known
+        with pytest.raises(StoreUnavailable, match="lock timeout"):
+            store.holds.release_gone()
+    assert store.holds.release_gone() == 1

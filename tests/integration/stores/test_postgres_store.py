@@ -298,3 +298,18 @@ def test_client_that_reads_nothing_does_not_keep_rows_locked(scene, store, monke
             assert mark.result(15).selected == 10
         finally:
             frozen.close()
+
+
+def test_table_in_a_schema_that_the_role_may_not_use(scene):
+    """PostgreSQL skips such a schema on the search path: the error names it and the right, instead of a new table."""
+    for table in ("outbox", "outbox_hold"):
+        scene.execute(f"CREATE SCHEMA IF NOT EXISTS billing; ALTER TABLE {table} SET SCHEMA billing")
+    with scene.role("GRANT ALL ON ALL TABLES IN SCHEMA billing TO {role}") as role:
+        scene.execute(f'ALTER ROLE "{role}" SET search_path = billing, public')
+        with closing(PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role))) as store:
+            grant = f'GRANT USAGE ON SCHEMA "billing" TO "{role}"'
+            with pytest.raises(OutboxTableError, match='schema "billing" has such a table') as raised:
+                store.check()
+            assert grant in str(raised.value)
+            scene.execute(grant)
+            assert store.check().endswith(".billing.outbox")

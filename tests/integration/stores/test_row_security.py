@@ -1,5 +1,6 @@
 """Row level security and everything that concludes something from rows that it does not see, beside the harvester."""
 
+import threading
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from outbox_core.stores.interface import NewEvent, NewHold, RowQuery
 from outbox_core.stores.postgres.store import PostgresStore
 from outbox_spark.postgres.connection import connect
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
+from tests.contract.accept_contract import wait_for_a_blocked_session
 from tests.harvesting import Scene
 
 _ME = uuid4()
@@ -453,3 +455,19 @@ def test_archive_and_history_are_not_read_in_part(scene, connection):
     ):
         with pytest.raises(RowsHidden, match="has row level security"):
             question()
+
+
+def test_whoever_asks_if_the_database_is_at_work_waits_for_no_lock(scene, source, role):
+    """A leader whose statement waits for a lock keeps its leadership, also where deliberate policies are looked at."""
+    secure(scene, "outbox")
+    scene.execute(f'CREATE POLICY everything ON outbox TO "{role}" USING (true) WITH CHECK (true)')
+    with closing(PostgresStore(source)) as marker, closing(PostgresStore(source, statement_timeout=3.0)) as asking:
+        marker.mark(_ME, RowQuery(1))
+        with psycopg.connect(scene.database) as blocking:
+            blocking.execute("LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE")
+            marking = threading.Thread(target=marker.mark, args=(_ME, RowQuery(1)))
+            marking.start()
+            wait_for_a_blocked_session(scene.database)
+            assert asking.at_work(0.0) == "has it wait for a lock"
+            blocking.rollback()
+        marking.join()

@@ -99,3 +99,24 @@ def test_holds_of_records_that_are_gone_are_not_kept():
     cache, store = HoldCache(HarvestMetrics()), Store()
     store.held, store.gone = [1, 2], [1]
     assert cache.read(store).ids == {2}
+
+
+def test_holds_that_cannot_be_tidied_are_read_all_the_same():
+    """Holds of records that are gone stay where they cannot be released, and are tried again ten seconds after that."""
+    cache, store, clock = HoldCache(HarvestMetrics()), Store(), [100.0]
+    store.held, tidied = [1], []
+
+    def release_gone():
+        tidied.append(clock[0])
+        clock[0] += 30.0
+        raise StoreUnavailable("canceling statement due to lock timeout")
+
+    store.release_gone = release_gone
+    with patch.object(holds, "now", lambda: clock[0]):
+        assert cache.read(store).ids == {1}
+        assert cache.is_known
+        assert store.reads == 2, "the next connection may lead to another server"
+        for seconds in (9.0, 2.0):
+            clock[0] += seconds
+            assert cache.read(store).ids == {1}
+    assert tidied == [100.0, 141.0]
