@@ -100,8 +100,7 @@ SELECT c.relkind,
         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
        (SELECT max(s.seqcache) FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid
         JOIN pg_attribute AS a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attname = 'id'
-        WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid),
-       c.oid::bigint
+        WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid)
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%s)
 """
@@ -647,13 +646,14 @@ BY_ID = {"locator": "id", "locator_type": "bigint", "chosen": "id", "of_table": 
 """Parts by which a mark finds rows again."""
 
 
-def by_address(table: int) -> dict[str, str]:
+def by_address(table: str) -> dict[str, str]:
     """Return the parts by which a mark finds rows again at their addresses, which are unique within one table only.
 
-    The OID of the table tells its rows from those of partitions and heirs that it has got since it was looked at: they
-    are selected, and not marked.
+    `table` is its quoted name, with its schema. It tells its rows from those of partitions and heirs that it has got
+    since it was looked at: they are selected, and not marked.
     """
-    is_own = f"tableoid = '{table}'::oid"
+    name = table.replace("'", "''").replace("%", "%%")
+    is_own = f"tableoid = '{name}'::regclass"
     return {
         "locator": "ctid",
         "locator_type": "tid",

@@ -13,7 +13,7 @@ from uuid import UUID
 import psycopg
 from psycopg.errors import FeatureNotSupported, InsufficientPrivilege, UndefinedFunction
 
-from outbox_core.errors import OutboxTableError, RightsMissing, RowsHeld, StoreUnavailable, must
+from outbox_core.errors import OutboxTableError, RightsMissing, RowsHeld, StoreUnavailable
 from outbox_core.schema import archive_rotation
 from outbox_core.stores.interface import (
     NO_HOLDS,
@@ -25,7 +25,6 @@ from outbox_core.stores.interface import (
     RowQuery,
     StoredRecord,
     WaitingRows,
-    ids_and_times,
 )
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.conversion import (
@@ -192,7 +191,7 @@ class PostgresStore:
 
     def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match and that `leader_id` still marks; return how many."""
-        return self._delete_all(sql.PURGE, sql.UNPURGED, _rows(ids, create_times), leader_id=leader_id)
+        return self._delete_all(sql.PURGE, sql.UNPURGED, [*zip(ids, create_times, strict=True)], leader_id=leader_id)
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Clear the mark of the rows of these ids that `leader_id` still marks; return how many."""
@@ -228,9 +227,9 @@ class PostgresStore:
 
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, marked or not; return how many."""
-        return self._delete_all(sql.DELETE_PUBLISHED, sql.UNDELETED_PUBLISHED, _rows(ids, create_times))
+        return self._delete_all(sql.DELETE_PUBLISHED, sql.UNDELETED_PUBLISHED, [*zip(ids, create_times, strict=True)])
 
-    def _delete_all(self, statement: str, remaining: str, rows: list[RowId], **others: Any) -> int:
+    def _delete_all(self, statement: str, remaining: str, rows: list[tuple[int, int]], **others: Any) -> int:
         """Delete published rows, also if their times were rounded meanwhile; raise RowsRemain if some are still there.
 
         Rows that are not found were deleted by somebody else, or the type of `create_time` was changed.
@@ -240,7 +239,7 @@ class PostgresStore:
         if deleted == len(rows):
             return deleted
         self.table.refuse_what_remains(remaining, parameters)
-        if now_rounded := self._rounded(rows):
+        if now_rounded := self._rounded(map(RowId._make, rows)):
             parameters = others | _of_rows(now_rounded)
             deleted += self._delete(statement, parameters)
             self.table.refuse_what_remains(remaining, parameters)
@@ -367,7 +366,7 @@ def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
         "others": sql.UNMARKED,
         "exclusion": (sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "") + _only(query),
         "partition": layout.partition,
-        **(sql.by_address(layout.oid) if layout.by_address else sql.BY_ID),
+        **(sql.by_address(layout.quoted) if layout.by_address else sql.BY_ID),
     }
 
 
@@ -381,16 +380,10 @@ def _only(query: RowQuery) -> str:
     return "" if query.only_rows is None else sql.ONLY_ROWS
 
 
-def _rows(ids: Sequence[int], create_times: Sequence[int]) -> list[RowId]:
-    number, times = len(ids), len(create_times)  # SQL would fill up the shorter list with NULL
-    must(number == times, "a purge must name a create time for each id; it names %d for %d", times, number)
-    return [*map(RowId, ids, create_times)]
-
-
-def _of_rows(rows: list[RowId]) -> dict[str, Any]:
+def _of_rows(rows: Iterable[tuple[int, int]]) -> dict[str, Any]:
     """Return the parameters of `OF_IDS`."""
-    ids, create_times = ids_and_times(sorted(rows))
-    return {"ids": array(ids), "create_times": array(create_times)}
+    ascending = sorted(rows)
+    return {"ids": array([identity for identity, _ in ascending]), "create_times": array([at for _, at in ascending])}
 
 
 def _leaves_out(query: RowQuery) -> bool:

@@ -79,11 +79,14 @@ class OutboxMissing(OutboxTableError):
 
 
 class Layout(NamedTuple):
-    """The properties of the table that statements depend on; `outbox` is `<schema>.<table>`."""
+    """The properties of the table that statements depend on.
+
+    `outbox` is `<schema>.<table>`, and `quoted` the same in SQL.
+    """
 
     database: str
     outbox: str
-    oid: int
+    quoted: str
     by_address: bool
     has_partition: bool
 
@@ -333,7 +336,7 @@ class OutboxTable:
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
             raise self._missing()
-        kind, ids_may_repeat, database, schema, table, may_harvest, columns, cache, oid = rows[0]
+        kind, ids_may_repeat, database, schema, table, may_harvest, columns, cache = rows[0]
         if kind not in {"r", "p"}:
             raise OutboxTableError(f"{self.name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
@@ -349,7 +352,8 @@ class OutboxTable:
                 f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
             )
         by_address = kind == "r" and not ids_may_repeat
-        self._layout = Layout(database, f"{schema}.{table}", oid, by_address, "kafka_partition" in columns)
+        has_partition = "kafka_partition" in columns
+        self._layout = Layout(database, f"{schema}.{table}", self.quoted, by_address, has_partition)
         return self._layout
 
     def _warn(self, doubts: list[str]) -> None:
