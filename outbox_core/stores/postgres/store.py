@@ -13,7 +13,7 @@ from uuid import UUID
 import psycopg
 from psycopg.errors import FeatureNotSupported, InsufficientPrivilege, UndefinedFunction
 
-from outbox_core.errors import OutboxTableError, RightsMissing, RowsHeld, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, RowsHeld, StoreUnavailable, must
 from outbox_core.schema import archive_rotation
 from outbox_core.stores.interface import (
     NO_HOLDS,
@@ -191,7 +191,7 @@ class PostgresStore:
 
     def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match and that `leader_id` still marks; return how many."""
-        return self._delete_all(sql.PURGE, sql.UNPURGED, [*zip(ids, create_times, strict=True)], leader_id=leader_id)
+        return self._delete_all(sql.PURGE, sql.UNPURGED, _rows(ids, create_times), leader_id=leader_id)
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Clear the mark of the rows of these ids that `leader_id` still marks; return how many."""
@@ -227,7 +227,7 @@ class PostgresStore:
 
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, marked or not; return how many."""
-        return self._delete_all(sql.DELETE_PUBLISHED, sql.UNDELETED_PUBLISHED, [*zip(ids, create_times, strict=True)])
+        return self._delete_all(sql.DELETE_PUBLISHED, sql.UNDELETED_PUBLISHED, _rows(ids, create_times))
 
     def _delete_all(self, statement: str, remaining: str, rows: list[tuple[int, int]], **others: Any) -> int:
         """Delete published rows, also if their times were rounded meanwhile; raise RowsRemain if some are still there.
@@ -378,6 +378,12 @@ def scan_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
 
 def _only(query: RowQuery) -> str:
     return "" if query.only_rows is None else sql.ONLY_ROWS
+
+
+def _rows(ids: Sequence[int], create_times: Sequence[int]) -> list[tuple[int, int]]:
+    number, times = len(ids), len(create_times)  # SQL would fill up the shorter list with NULL
+    must(number == times, "a purge must name a create time for each id; it names %d for %d", times, number)
+    return [*zip(ids, create_times, strict=True)]
 
 
 def _of_rows(rows: Iterable[tuple[int, int]]) -> dict[str, Any]:
