@@ -33,6 +33,9 @@ from outbox_core.watched_calls import SHORT_SECONDS, watched
 Fetch = Callable[[str, Sequence[Any]], list[tuple[Any, ...]]]
 """A function that runs a statement with parameters and returns its rows."""
 
+ONE_SNAPSHOT = ("repeatable read", "serializable")
+"""The isolation levels of transactions that do not see what others commit meanwhile."""
+
 # INSERT does not count: what it may not insert is an error.
 _HIDES = """
 row_security_active({oid}) AND (
@@ -227,7 +230,7 @@ def hidden(hiding: Iterable[Secured]) -> RowsHidden:
 def _hiding(table: Secured) -> str:
     what = f"which hides rows from role {table.role}, or keeps it from changing them"
     remedy = table.remedy
-    if table.isolation in ("repeatable read", "serializable"):
+    if table.isolation in ONE_SNAPSHOT:
         what = f"and a transaction of isolation level {table.isolation} cannot see what that hides now"
         remedy = f"use read committed; or {remedy}"
     return f"{table.description}, {what}: {remedy}"

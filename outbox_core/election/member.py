@@ -20,9 +20,10 @@ While out it reads on: its `Predecessor` and its health know of leaders as a sta
   depose that one. Such a rival is a stranger to the group, or is about to learn from the coordinator that it has lost
   the partition. A rival that made a claim and writes no heartbeats is none.
 
-**A topic that may be made anew**, after it was deleted say, does not show who led on the old one and may still have a
-lease, cut off from all brokers. A member that was there knows. A process that starts knows it by the group: Kafka
-remembers that while the topic shows no leader of it. Then it takes a leader to have been alive just now.
+**A topic made anew**, after it was deleted say, does not show who led on the old one and may still have a lease, cut
+off from all brokers. So whoever meets one takes a leader to have been alive just now. A member knows it by offsets that
+begin again: it may itself have been suspended while others led. A process that starts knows it by the group, which
+Kafka remembers while the topic shows no leader of it.
 """
 
 from __future__ import annotations

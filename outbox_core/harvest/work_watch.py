@@ -14,7 +14,8 @@ Only work that was tried counts; what waits for something else was not. And not 
   count only if Kafka lists a leader that does not answer us.
 - **Aborted transactions** count only if some broker does not answer us: Kafka has answered for each of them. So does
   one that still waits for acknowledgements: a partition without a leader holds it up for as long as it may take.
-- **A missing right** is dropped from the duty where it is met, and so is a statement that the database cancelled.
+- **A table that is missing, a tracking topic or the right to it** are dropped from the duty where they are met, and so
+  is a statement that the database cancelled. A right on the table counts: each process may have a role of its own.
 - **A statement that runs, or waits for a lock**, would do so for another leader. So a statement under way counts only
   if the database, asked over a new connection, does not answer or knows nothing of it: then it is the connection that
   hangs. A server process that was stopped in the middle of a statement looks like one at work; there the connection's

@@ -15,7 +15,7 @@ from outbox_core.errors import OutboxError, OutboxTableError
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import RESTASH_HEADER
 from outbox_core.retention.history import History
-from outbox_core.row_security import fetch_on, refuse_hidden
+from outbox_core.row_security import ONE_SNAPSHOT, fetch_on, refuse_hidden
 from outbox_core.schema import EventKind, TableLayout, TableName, events_beside, iso_time_sql
 from outbox_core.stasher import Connection, insert_sql, require_transaction
 
@@ -165,7 +165,7 @@ class DeadLetterRestash:
     ) -> tuple[Any, ...]:
         """Return the row to write."""
         if known.has_events and not again:
-            if known.isolation in ("repeatable read", "serializable"):
+            if known.isolation in ONE_SNAPSHOT:
                 raise OutboxError(
                     f"a dead letter is not stashed anew in a transaction of isolation level {known.isolation}: it "
                     "cannot see if another one has stashed it meanwhile. Use READ COMMITTED"

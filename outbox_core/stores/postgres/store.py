@@ -110,7 +110,7 @@ class PostgresStore:
     def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
         """Mark the rows of a query that `leader_id` has not marked yet, and return them."""
         layout = self.table.layout()
-        parts = mark_parts(layout, query)
+        parts = mark_parts(layout, self.table.quoted, query)
         parameters = {"leader_id": leader_id, **self._parameters(query)}
         if self._found_none and not self._finds_any(parameters, parts):  # one statement while nothing comes
             return MarkedBatch(0, ())
@@ -219,7 +219,7 @@ class PostgresStore:
         if records and records[0].id <= floor:  # the floor was another table's: this has begun at the head
             records = self._read(sql.SCAN, self._parameters(query), parts)
         # Other rows have the ids of those that are left out, or they are these, with times that were rounded meanwhile.
-        meets = bool(records) and not {row.id for row in query.without_rows}.isdisjoint(map(_id_of, records))
+        meets = bool(records) and not set(map(_id_of, query.without_rows)).isdisjoint(map(_id_of, records))
         if meets and (now_rounded := self._rounded(query.without_rows)):
             query = query._replace(without_rows=[*query.without_rows, *now_rounded])
             records = self._read(sql.SCAN, self._parameters(query), parts)
@@ -360,13 +360,13 @@ class PostgresStore:
         self._reading_timeout = min(2 * self._reading_timeout, max(_LONGEST_TIMEOUT_SECONDS, usual))
 
 
-def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
-    """Return the parts of `MARK` for a query."""
+def mark_parts(layout: Layout, table: str, query: RowQuery) -> dict[str, str]:
+    """Return the parts of `MARK` for a query; `table` is the quoted name."""
     return {
         "others": sql.UNMARKED,
         "exclusion": (sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "") + _only(query),
         "partition": layout.partition,
-        **(sql.by_address(layout.quoted) if layout.by_address else sql.BY_ID),
+        **(sql.by_address(table) if layout.by_address else sql.BY_ID),
     }
 
 

@@ -79,14 +79,10 @@ class OutboxMissing(OutboxTableError):
 
 
 class Layout(NamedTuple):
-    """The properties of the table that statements depend on.
-
-    `outbox` is `<schema>.<table>`, and `quoted` the same in SQL.
-    """
+    """The properties of the table that statements depend on; `outbox` is `<schema>.<table>`."""
 
     database: str
     outbox: str
-    quoted: str
     by_address: bool
     has_partition: bool
 
@@ -352,8 +348,7 @@ class OutboxTable:
                 f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
             )
         by_address = kind == "r" and not ids_may_repeat
-        has_partition = "kafka_partition" in columns
-        self._layout = Layout(database, f"{schema}.{table}", self.quoted, by_address, has_partition)
+        self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
         return self._layout
 
     def _warn(self, doubts: list[str]) -> None:
