@@ -1,10 +1,12 @@
 """Harvesters inside a test: outbox tables, rows, electors and producers that misbehave, and records of their events."""
 
+import os
 import random
+import signal
 import threading
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from uuid import UUID, uuid4
 
@@ -288,6 +290,19 @@ class Scene:
             harvester._ended.wait(GENEROUS_SECONDS)
         if self._session_of_execute is not None:
             self._session_of_execute.close()
+
+
+@contextmanager
+def standing_still(pids):
+    """Stop processes (SIGSTOP), and let those go on that are still there."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):  # it ended with its connection
+                os.kill(pid, signal.SIGCONT)
 
 
 def wait_until(condition, what, timeout=GENEROUS_SECONDS):

@@ -18,7 +18,7 @@ _SLACK_SECONDS = 1.0
 
 
 class Outages:
-    """What harvesters say in an outage of the database, or while transactional.ids expire."""
+    """The words of harvesters in an outage of the database, or while transactional.ids expire."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

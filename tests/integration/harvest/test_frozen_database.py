@@ -1,9 +1,7 @@
 """A harvester whose connections fall silent while new ones work: it gives them up, says so, and goes on by itself."""
 
 import logging
-import os
-import signal
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 
@@ -11,7 +9,7 @@ from outbox_core.metrics import HarvestMetrics
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import create_history_sql, notify_sql
 from outbox_core.stores.postgres import deadlines, notify
-from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
+from tests.harvesting import GENEROUS_SECONDS, standing_still, wait_until
 
 MODES = ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)]
 _OURS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'kafka-outbox%%'"
@@ -20,23 +18,8 @@ _OURS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND
 @contextmanager
 def frozen(scene):
     """Stop the server's side of all connections that harvesters have now; each is a process."""
-    pids = [row.pid for row in scene.execute(_OURS)]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with standing_still([row.pid for row in scene.execute(_OURS)]):
         yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """Return an outbox."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 @pytest.mark.parametrize("delivery", MODES)

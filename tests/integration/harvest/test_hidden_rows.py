@@ -10,7 +10,7 @@ import pytest
 
 from outbox_core.errors import RightsMissing, RowsHidden
 from outbox_core.record import OutboxRecord
-from tests.harvesting import GENEROUS_SECONDS, AlwaysLeader, Scene, identity_of, wait_until
+from tests.harvesting import GENEROUS_SECONDS, AlwaysLeader, identity_of, wait_until
 
 pytestmark = pytest.mark.real_broker
 
@@ -22,14 +22,6 @@ class _Standby(AlwaysLeader):
 
     def start(self):
         """Lead never."""
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 @pytest.fixture

@@ -4,17 +4,9 @@ import pytest
 
 from outbox_core.events import LeaderAcquired, LeaderRevoked
 from outbox_core.record import OutboxRecord
-from tests.harvesting import Scene, wait_until
+from tests.harvesting import wait_until
 
 MODES = ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)]
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """Return an outbox."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from devstack.cluster import GROUP_STATE
 from devstack.proxy import TcpProxy
 from outbox_core.events import LeaderRevoked
 from outbox_core.kafka.topics import ensure_leader_topic
-from tests.harvesting import Scene, by_key, wait_until
+from tests.harvesting import Scene, by_key, standing_still, wait_until
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(400)]
 
@@ -154,15 +154,8 @@ class Stage:
             time.sleep(0.05)
             return []
 
-        stopped = wait_until(stop, "the backends are idle")
-        try:
+        with standing_still(wait_until(stop, "the backends are idle")):
             yield
-        finally:
-            for pid in stopped:
-                try:
-                    os.kill(pid, signal.SIGCONT)
-                except ProcessLookupError:  # it ended with its connection
-                    continue
 
     def newest(self):
         """Return the id of the last row: nobody else writes."""

@@ -243,7 +243,7 @@ def test_policy_that_changes_under_a_watched_statement(scene, source, role):
 
 
 def test_role_that_is_exempted_under_a_watched_statement(scene, source, role, monkeypatch):
-    """Whoever exempts a role waits for no statement: one that was planned before saw a part, and its plan must go."""
+    """An exemption waits for no statement: one that was planned before saw a part, and its plan must go."""
     scene.execute(f'CREATE POLICY everything ON outbox TO "{role}" USING (true)')
     secure(scene, "outbox")
     scene.fill("t", 3)

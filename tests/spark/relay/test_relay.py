@@ -19,7 +19,7 @@ from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS
 from outbox_core.record import OutboxRecord
 from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, run_relay
 from outbox_spark.relay.plan import SLICE_SECONDS
-from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, identity_of, wait_until
+from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, identity_of, standing_still, wait_until
 from tests.kafka_reader import read_topic
 from tests.spark.relay.outcome import assert_each_once_in_order
 from tests.spark.relay.relay_process import killing
@@ -267,14 +267,8 @@ def frozen_sessions(scene):
     ours = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'kafka-outbox-spark%'"
     pids = [row.pid for row in scene.execute(f"{ours} AND datname = current_database()")]
     assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with standing_still(pids):
         yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.complete

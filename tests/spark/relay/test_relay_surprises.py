@@ -313,7 +313,7 @@ def test_what_may_take_long_is_told(scene, driver, make_topic, monkeypatch):
 
 @pytest.mark.parametrize("once", [False, True])
 def test_a_table_that_is_missing_ends_a_relay_that_starts(scene, monkeypatch, once):
-    """What is wrong before it has begun in order ends a relay, with the reason; with `once`, at any time."""
+    """A relay ends, with the reason, for what is wrong before it has begun in order; with `once`, at any time."""
     scene.execute(f"ALTER TABLE {scene.table.quoted} RENAME TO away")
     with Driver(scene, monkeypatch, once=once) as driver:
         wait_until(lambda: not driver.is_alive, "the relay ends")

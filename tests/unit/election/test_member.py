@@ -353,7 +353,7 @@ def test_a_member_that_is_out_can_step_down(member, clock, caplog):
 
 
 def test_stepping_down_again_and_again(member, clock, caplog):
-    """Who is told so every second comes back as soon as who was told once, and its log has one line of it."""
+    """A member that is told so every second is back as soon as one that was told once, and logs one line of it."""
     make_leader(member)
     member.step_down("no database", lambda: False)
     for second in range(20):
@@ -391,7 +391,7 @@ def test_a_client_that_gave_up(member):
 
 
 def test_a_successor_of_a_broken_client_is_refused_by_nobody(member, caplog):
-    """What ends a process that starts passes later: a stranger that leads, a group that takes nobody."""
+    """A stranger that leads, a group that takes nobody: they end a process that starts, and pass later."""
     stranger = Heartbeat(900, uuid4(), 1, "stranger", Contest("billing", "another.outbox", "1"))
     member._config = replace(member._config, outbox="ours.outbox", server_id="1")
     member._health._config = member._config

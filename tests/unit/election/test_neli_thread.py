@@ -159,7 +159,7 @@ def test_a_stop_while_no_client_can_be_made(broken):
 
 
 def test_a_broken_invariant_ends_the_elector(broken):
-    """What the process knows is not to be trusted then."""
+    """Nothing that the process knows is to be trusted then."""
     elector, lives = broken
     _Breaks.failures[2] = InvariantBroken("a lease must not shrink")
     elector.start()

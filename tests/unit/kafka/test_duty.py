@@ -101,7 +101,7 @@ def test_a_right_that_flaps_keeps_what_is_owed():
 
 
 def test_a_right_that_was_handed_over_is_new():
-    """What was owed before a hand-over is the successor's, also if the right was lost meanwhile."""
+    """Work owed before a hand-over is the successor's, also if the right was lost meanwhile."""
     duty = worked()
     duty.tried(WORK, 1.0)
     duty.ended()

@@ -118,7 +118,7 @@ def test_leaders_that_kafka_does_not_tell(world):
 
 
 def test_several_threads_get_one_answer(world, monkeypatch):
-    """Whoever comes while the brokers are asked waits for that answer."""
+    """A thread that comes while the brokers are asked waits for that answer."""
     may_answer, answers = threading.Event(), []
 
     def slowly(settings, timeout):
