@@ -216,7 +216,7 @@ def test_dead_rows_are_not_waded_through(scene, mode):
             if not records:
                 break
         layout, query = store.table.layout(), RowQuery(5_000)
-        parts = mark_parts(layout, query) if mode == "mark" else scan_parts(layout, query)
+        parts = mark_parts(layout, store.table.quoted, query) if mode == "mark" else scan_parts(layout, query)
         statement = store.table.format(sql.MARK if mode == "mark" else sql.SCAN, **parts)
         parameters = {"leader_id": me, **store._parameters(query)}
         assert floor.floor.id == 20_000

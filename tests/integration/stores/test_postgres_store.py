@@ -80,7 +80,7 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
     }
     for name, query in {"": plain, "_excluding": excluding}.items():
         parameters = {"leader_id": me, **store._parameters(query)}
-        statements[f"mark{name}"] = table.format(sql.MARK, **mark_parts(layout, query)), parameters
+        statements[f"mark{name}"] = table.format(sql.MARK, **mark_parts(layout, table.quoted, query)), parameters
         statements[f"scan{name}"] = table.format(sql.SCAN, **scan_parts(layout, query)), parameters
     for name, (statement, parameters) in statements.items():
         nodes = _plan(store, statement, parameters)
