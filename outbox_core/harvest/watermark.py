@@ -73,8 +73,9 @@ _GATHER_AFTER_SECONDS = 1.0
 _LONGEST_GATHER_PAUSE_SECONDS = 5.0
 _FROM_HEAD_IDLE_SECONDS = 5.0
 _FROM_HEAD_BUSY_SECONDS = 60.0
-# Where the head is full of dead rows, going through them all takes seconds in which nothing is published.
-_FROM_HEAD_REST, _LONGEST_REST_SECONDS = 200, 3600.0
+# Where the head is full of dead rows, going through them all takes seconds in which nothing is published. But what took
+# long may have waited for a lock, of a migration perhaps: so rests grow step by step, and shrink at once.
+_FROM_HEAD_REST, _LONGEST_REST_SECONDS, _REST_GROWTH = 200, 3600.0, 2
 _WARN_AFTER_SECONDS = 10.0
 _WARN_AGAIN_FACTOR = 6
 _IDS_COME_BACK = (  # by a failover that lost commits, a restored backup, or TRUNCATE ... RESTART IDENTITY
@@ -124,7 +125,7 @@ class _Pace:
     rows_since: int = 0  # rows since then
     is_idle: bool = False
     from_head_at: float = 0.0
-    from_head_took: float = 0.0
+    from_head_rest: float = 0.0
 
     def evidence_is_due(self, time: float, oldest_wait: float) -> bool:
         pause = min(_LONGEST_GATHER_PAUSE_SECONDS, max(_GATHER_AFTER_SECONDS, oldest_wait / 5))
@@ -132,8 +133,12 @@ class _Pace:
 
     def from_head_is_due(self, time: float) -> bool:
         pause = _FROM_HEAD_IDLE_SECONDS if self.is_idle else _FROM_HEAD_BUSY_SECONDS
-        rest = min(_LONGEST_REST_SECONDS, self.from_head_took * _FROM_HEAD_REST)
-        return time - self.from_head_at >= max(pause, rest)
+        return time - self.from_head_at >= max(pause, self.from_head_rest)
+
+    def looked_from_head(self, time: float, took: float) -> None:
+        rest = min(_LONGEST_REST_SECONDS, took * _FROM_HEAD_REST)
+        self.from_head_at = time
+        self.from_head_rest = min(rest, _REST_GROWTH * max(self.from_head_rest, _FROM_HEAD_IDLE_SECONDS))
 
 
 class LowWatermark:
@@ -194,7 +199,7 @@ class LowWatermark:
         self._pace.is_idle = not records
         self._pace.rows_since += len(records)
         if plan.floor is NO_FLOOR:
-            self._pace.from_head_at, self._pace.from_head_took = self._clock(), took
+            self._pace.looked_from_head(self._clock(), took)
         if records and records[0].id <= plan.known_floor.id and lane_or_row(records[0]) not in self._left_out:
             # Or the place has changed since: the next evidence will tell.
             self._refuting = records[0].id, plan.known_floor

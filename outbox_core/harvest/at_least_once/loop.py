@@ -85,7 +85,6 @@ _REPORTS_LATE_SECONDS = 2.0  # librdkafka looks for messages that are too old on
 _FIRST_RIVALS_BACKOFF_SECONDS = 0.05
 _LONGEST_RIVALS_BACKOFF_SECONDS = 5.0
 _LOOK_FOR_LOST_EVERY_SECONDS = 60.0
-_LOOK_FOR_LOST_REST = 60  # times as long as the mark took, which walks as far
 _NEVER = float("inf")
 
 
@@ -343,8 +342,7 @@ class AtLeastOnce:
     def _see(self, plan: ScanPlan, records: Sequence[StoredRecord], limit: int, took: float) -> None:
         """Schedule the next mark by what the last one found, and the next look for lost rows."""
         if plan.floor is NO_FLOOR and self._look_for_lost_at == _NEVER:
-            rest = max(_LOOK_FOR_LOST_EVERY_SECONDS, _LOOK_FOR_LOST_REST * took)
-            self._look_for_lost_at = self._looked_for_lost_at + rest
+            self._look_for_lost_at = self._looked_for_lost_at + _LOOK_FOR_LOST_EVERY_SECONDS
         if records:
             is_full = len(records) == limit or bytes_of(records) >= self._ctx.limits.mark_query_bytes
             self._schedule.found_rows(more=is_full)

@@ -349,11 +349,22 @@ def test_is_looked_after_from_the_head(table):
 
     busy = False
     assert 4 <= seconds_between(took=0.0) <= 6
-    assert 20 <= seconds_between(took=0.15) <= 31
+    seconds_between(took=0.15)
+    assert 28 <= seconds_between(took=0.15) <= 31
     busy = True
     assert 55 <= seconds_between(took=0.0) <= 65
-    pace = _Pace(from_head_took=1e6)
-    assert [pace.from_head_is_due(3599), pace.from_head_is_due(3600)] == [False, True]
+
+
+def test_head_is_looked_at_soon_after_one_long_wait():
+    """The rest after a look grows at most twofold, as one that took long may have waited for a lock; up to an hour."""
+    pace, time, rests = _Pace(), 0.0, []
+    for took in (25.0, 0.0, *[25.0] * 12, 0.0):
+        pace.looked_from_head(time, took)
+        due = next(seconds for seconds in range(4_000) if pace.from_head_is_due(time + seconds))
+        rests.append(due)
+        time += due
+    # 60 s, as the table is taken to be busy
+    assert rests == [60, 60, 60, 60, 60, 80, 160, 320, 640, 1280, 2560, 3600, 3600, 3600, 60]
 
 
 def test_row_below_the_floor_turns_it_off_for_good(table, caplog):
