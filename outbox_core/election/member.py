@@ -363,6 +363,7 @@ class Member:
             self._predecessor.suspect(now())  # what lies before it is not read
         elif offset < self._position:
             self._joined_at = 0  # the topic was made anew: its offsets begin again
+            self._able_at = now()  # and everybody claims anew, so nobody else would lead sooner
             self._predecessor.suspect(now())  # perhaps more than once, if we were suspended, and somebody led between
         self._position = offset + 1
         if offset >= self._joined_at:

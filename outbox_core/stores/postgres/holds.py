@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from outbox_core.errors import OutboxTableError, RightsMissing, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RightsMissing, StoreUnavailable, TableUnusable
 from outbox_core.schema import HOLD_COLUMNS, EventKind, hold_id
 from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, StoredRecord, held_key, may_hold
 from outbox_core.stores.postgres import statements as sql
@@ -199,11 +199,14 @@ class PostgresHolds:
         return self._has_table
 
     def _refuse_to_lose(self, error: OutboxTableError | None = None) -> None:
-        """Raise StoreUnavailable if the table that is gone had holds: what they keep back would be published."""
+        """Raise TableUnusable if the table that is gone had holds: what they keep back would be published.
+
+        By this process no less than by another one, which need not know that there were holds: no reason to hand over.
+        """
         if not self._holds:
             return
         name, number = self._table.hold_name, len(self._holds)
-        raise StoreUnavailable(
+        raise TableUnusable(
             f"table {name} is gone, and had {number} hold(s): nothing is published meanwhile, as what they keep back "
             "would be, too. Put it back; or, if all of that may be published, make it anew (`outbox schema --only hold "
             f"--table {self._table.name} --apply`)"

@@ -250,6 +250,18 @@ def test_a_lease_that_ended_is_where_the_count_begins(member, clock):
     assert member._consumer.calls == ["leave"]
 
 
+def test_a_topic_that_is_made_anew_is_where_the_count_begins(member, clock):
+    """An owner whose leader topic is made anew has two sessions from then: nobody else would lead sooner."""
+    member._on_assign(_Group(), [PLACE])
+    clock(11)
+    member._read(message(1000, Claim(uuid4())))
+    member._read(message(0, Claim(uuid4())))
+    clock(11)
+    assert member._consumer.calls == []
+    clock(3)
+    assert member._consumer.calls == ["leave"]
+
+
 def test_who_gets_the_partition_after_a_long_silence_stays(member, clock):
     """A standby that heard nobody for a minute has two sessions of its own once it gets the partition."""
     clock(60)
