@@ -98,7 +98,7 @@ def run_claims(config: HarvestConfig, out: Output, options: argparse.Namespace) 
         except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
             raise OutboxTableError(f"no outbox: {error.diag.message_primary}") from None
         except psycopg.errors.InsufficientPrivilege as error:
-            needs = f"role {connection.info.user} needs SELECT on outbox and archive"
+            needs = f"role {connection.role} needs SELECT on outbox and archive"
             raise OutboxTableError(f"{error.diag.message_primary}; {needs}") from None
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"the database failed: {error}; run the command again") from None

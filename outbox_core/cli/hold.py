@@ -368,7 +368,7 @@ def _run(options: argparse.Namespace) -> int:
             raise OutboxTableError(f"{holds.table} is no table of holds: {error.diag.message_primary}") from None
         except psycopg.errors.InsufficientPrivilege as error:
             needs = f"rights on {holds.table} and, to skip, DELETE on {holds.outbox}"
-            raise OutboxTableError(f"{error.diag.message_primary}; role {connection.info.user} needs {needs}") from None
+            raise OutboxTableError(f"{error.diag.message_primary}; role {connection.role} needs {needs}") from None
         except psycopg.errors.LockNotAvailable:
             raise StoreUnavailable(f"{holds.outbox} is locked by another session; `outbox doctor` names it") from None
         except psycopg.errors.ReadOnlySqlTransaction:

@@ -17,7 +17,7 @@ from outbox_core.printable import plural
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
-    import psycopg
+    from outbox_core.stores.postgres.connection import Connection
 
 _SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _PART = re.compile(r"([0-9]+)([dhms])")
@@ -83,7 +83,7 @@ def _prune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prune_on(connection: psycopg.Connection[tuple[object, ...]], inbox: Inbox, options: argparse.Namespace) -> int:
+def _prune_on(connection: Connection, inbox: Inbox, options: argparse.Namespace) -> int:
     import psycopg
 
     try:
@@ -96,7 +96,7 @@ def _prune_on(connection: psycopg.Connection[tuple[object, ...]], inbox: Inbox, 
     except (psycopg.errors.UndefinedColumn, psycopg.errors.InvalidSchemaName) as error:
         raise OutboxTableError(f"{inbox.table} is no inbox: {error.diag.message_primary}") from None
     except psycopg.errors.InsufficientPrivilege as error:
-        needs = f"role {connection.info.user} needs SELECT and DELETE to prune"
+        needs = f"role {connection.role} needs SELECT and DELETE to prune"
         raise OutboxTableError(f"{error.diag.message_primary}; {needs}") from None
     except psycopg.errors.ReadOnlySqlTransaction:
         raise StoreUnavailable(IS_READ_ONLY) from None

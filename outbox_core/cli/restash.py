@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
             report = run_restash(connection, archive, options)
         except psycopg.errors.InsufficientPrivilege as error:
             needs = f"INSERT on {archive.outbox} and SELECT on {archive.table}"
-            raise OutboxTableError(f"{error.diag.message_primary}; role {connection.info.user} needs {needs}") from None
+            raise OutboxTableError(f"{error.diag.message_primary}; role {connection.role} needs {needs}") from None
         except psycopg.IntegrityError as error:  # the outbox has got constraints since
             why = f"{error.diag.message_primary}; nothing was stashed: name keys or times without such a record"
             raise OutboxTableError(why) from None

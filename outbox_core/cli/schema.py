@@ -119,7 +119,7 @@ def _on_database(options: argparse.Namespace) -> int:
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"the database failed: {error}; run the command again") from None
         except psycopg.Error as error:
-            raise OutboxTableError(f"{error.diag.message_primary}, for role {connection.info.user}") from None
+            raise OutboxTableError(f"{error.diag.message_primary}, for role {connection.role}") from None
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 

@@ -131,7 +131,7 @@ class DatabaseSession:
     @property
     def role(self) -> str:
         """The role, as statements name it."""
-        return quote(self.connection.info.user)
+        return quote(self.connection.role)
 
     def identity(self) -> str | None:
         """Return `<database>.<schema>.<table>`, None if there is no such table."""

@@ -23,7 +23,7 @@ from outbox_core.errors import InvalidConfig, OutboxTableError, StoreSilent, Sto
 from outbox_core.schema import TableName
 from outbox_core.stores.postgres.deadlines import BoundedConnection, ConnectionGivenUp
 
-_PID = "SELECT pg_catalog.pg_backend_pid()"
+_WHO = "SELECT pg_catalog.pg_backend_pid(), current_user"
 
 _FIND = "SELECT pg_catalog.to_regclass(%s)::pg_catalog.oid"
 
@@ -100,7 +100,10 @@ def pin_search_path(connection: psycopg.Connection[Any], *names: TableName) -> l
     connection and raises OutboxTableError.
     """
     # A pooler gives its clients process ids of its own. To tell more takes a second connection.
-    if connection.execute(_PID).fetchone() != (connection.info.backend_pid,):
+    pid, role = connection.execute(_WHO).fetchone() or (None, "")
+    if isinstance(connection, BoundedConnection):
+        connection.role = role
+    if pid != connection.info.backend_pid:
         given: dict[str, Any] = {"password": connection.info.password, "connect_timeout": 10}
         with BoundedConnection.connect(connection.info.dsn, **given, autocommit=True) as second:
             is_lent = is_lent_by_transaction(connection, second)

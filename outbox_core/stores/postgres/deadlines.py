@@ -55,12 +55,14 @@ class BoundedConnection(psycopg.Connection[Row_co]):
         patience: seconds without a byte of an answer.
         purpose: the statement or the work under way, for the error: no values of rows.
         looks_after: seconds of silence after which, again and again, it is seen if the server takes another connection.
+        role: whose rights its statements have, which ALTER ROLE may have set; "" until `pin_search_path` has asked.
         policies: the watch over deliberate policies, if its tables have any (`row_security`).
     """
 
     patience = SETUP_SECONDS
     purpose = "the session's first statements"
     looks_after = float("inf")
+    role = ""
     policies: PolicyWatch | None = None
     _looked_at = 0.0
     _given_up: ConnectionGivenUp | None = None

@@ -130,7 +130,7 @@ class OutboxTable:
                 table, holds = found
                 self.found = table, holds if holds.schema else hold_beside(table)
                 self._formatted.clear()
-            self.role = connection.info.user
+            self.role = connection.role
             try:
                 connection.policies = set_row_security(fetch_on(connection), self._secured_names)
             except psycopg.Error as error:
@@ -151,6 +151,7 @@ class OutboxTable:
         with closing(connection):
             text, names = numbered(question)
             try:
+                connection.execute("SET ROLE NONE")  # of others' sessions the catalogs tell their own role alone
                 return psycopg.RawCursor(connection).execute(text, [parameters[name] for name in names]).fetchall()
             except ConnectionGivenUp as error:
                 raise StoreSilent(one_line(error)) from error

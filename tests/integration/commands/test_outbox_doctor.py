@@ -161,7 +161,7 @@ def test_names_every_service_that_is_away_and_no_password(monkeypatch, capsys):
 
 def test_pooler_of_transactions_is_a_problem_of_its_own(run, monkeypatch):
     """A pooler that lends its connections for a transaction is told as such, not as a missing right."""
-    monkeypatch.setattr("outbox_core.stores.postgres.connection._PID", "SELECT -1")
+    monkeypatch.setattr("outbox_core.stores.postgres.connection._WHO", "SELECT -1, current_user")
     monkeypatch.setattr("outbox_core.stores.postgres.connection.is_lent_by_transaction", lambda *_: True)
     code, findings = run("doctor")
     told = of(findings, "problem")

@@ -188,7 +188,7 @@ def test_error_names_the_statement(proxy):
     assert "4711" not in str(caught.value)
 
 
-@pytest.mark.parametrize("statement", ["_PID", "_FIND", "_PIN", "_NAME", "_SESSION"])
+@pytest.mark.parametrize("statement", ["_WHO", "_FIND", "_PIN", "_NAME", "_SESSION"])
 def test_session_that_is_set_up_has_a_deadline(scene, proxy, monkeypatch, statement):
     """Every statement before the session's own timeout counts is bounded, too."""
     execute = psycopg.Connection.execute

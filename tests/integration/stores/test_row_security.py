@@ -457,9 +457,21 @@ def test_archive_and_history_are_not_read_in_part(scene, connection):
             question()
 
 
-def test_whoever_asks_if_the_database_is_at_work_waits_for_no_lock(scene, source, role):
+@pytest.fixture(params=["the role itself", "a role that is set to it"])
+def login(request, scene, role):
+    """The role's own login, or one that has the role's rights alone, as where logins are made for some hours each."""
+    if request.param == "the role itself":
+        yield role
+        return
+    with scene.role(f'GRANT "{role}" TO {{role}}') as made:
+        scene.execute(f'ALTER ROLE "{made}" SET role = "{role}"')
+        yield made
+
+
+def test_whoever_asks_if_the_database_is_at_work_waits_for_no_lock(scene, source, role, login):
     """A leader whose statement waits for a lock keeps its leadership, also where deliberate policies are looked at."""
     secure(scene, "outbox")
+    source = psycopg.conninfo.make_conninfo(source, user=login)
     scene.execute(f'CREATE POLICY everything ON outbox TO "{role}" USING (true) WITH CHECK (true)')
     with closing(PostgresStore(source)) as marker, closing(PostgresStore(source, statement_timeout=3.0)) as asking:
         marker.mark(_ME, RowQuery(1))
@@ -471,3 +483,4 @@ def test_whoever_asks_if_the_database_is_at_work_waits_for_no_lock(scene, source
             assert asking.at_work(0.0) == "has it wait for a lock"
             blocking.rollback()
         marking.join()
+        assert marker.table.role == role

@@ -665,7 +665,7 @@ def pooled(monkeypatch):
             return opened[-1]
         return nullcontext(opened[-1])
 
-    monkeypatch.setattr(sessions, "_PID", "SELECT -1")
+    monkeypatch.setattr(sessions, "_WHO", "SELECT -1, current_user")
     return lambda: monkeypatch.setattr(BoundedConnection, "connect", lend)
 
 
@@ -717,7 +717,7 @@ def test_pool_without_another_connection_is_an_outage(store, monkeypatch):
         return opened[0]
 
     with monkeypatch.context() as patched:
-        patched.setattr(sessions, "_PID", "SELECT -1")
+        patched.setattr(sessions, "_WHO", "SELECT -1, current_user")
         patched.setattr(BoundedConnection, "connect", connect_once)
         with pytest.raises(StoreUnavailable, match="no more connections"):
             store.check()
