@@ -187,6 +187,7 @@ class PostgresHolds:
 
     def _find_table(self, *, warn: bool) -> bool:
         before = self._has_table
+        self._table.layout()  # raises if the outbox itself is not seen, for want of a right say: so may its holds be
         _, missing = self._table.inspect_holds()
         self._has_table = not missing
         if warn and before is None and missing:

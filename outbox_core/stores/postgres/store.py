@@ -349,7 +349,7 @@ class PostgresStore:
 
     def _give_more_time(self) -> None:
         usual = self.table.statement_timeout
-        if self._reading_timeout == usual:
+        if self._reading_timeout == 2 * usual:  # not at the first: a probe of the table reads once
             _log.warning(
                 "reading %s from its head takes longer than statementTimeout (%g s): next time it may take twice as "
                 "long, and so on until it succeeds. Dead rows that vacuum cannot remove (is an old snapshot open?), a "

@@ -313,3 +313,21 @@ def test_table_in_a_schema_that_the_role_may_not_use(scene):
             assert grant in str(raised.value)
             scene.execute(grant)
             assert store.check().endswith(".billing.outbox")
+
+
+def test_what_belongs_to_a_table_that_is_not_seen_is_not_known(scene):
+    """A store that first connects while its role may not use the schema takes the table's holds and ids for unknown.
+
+    Or what is held would be published once the right is back.
+    """
+    scene.hold("add", "t")
+    everything = "; ".join(f"GRANT ALL ON ALL {each} IN SCHEMA public TO {{role}}" for each in ("TABLES", "SEQUENCES"))
+    with scene.role(everything) as role:
+        scene.execute("REVOKE USAGE ON SCHEMA public FROM PUBLIC")
+        with closing(PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role))) as store:
+            for question in (store.holds.read, store.sequence.snapshot):
+                with pytest.raises(OutboxTableError, match=r"outbox.*is not found"):
+                    question()
+            scene.execute("GRANT USAGE ON SCHEMA public TO PUBLIC")
+            assert list(store.holds.read().topics) == ["t"]
+            assert not store.sequence.snapshot().unusable
