@@ -48,6 +48,7 @@ class Api(IntEnum):
     LIST_OFFSETS = 2
     METADATA = 3
     FIND_COORDINATOR = 10
+    JOIN_GROUP = 11
     CREATE_TOPICS = 19
     INIT_PRODUCER_ID = 22
     ADD_PARTITIONS_TO_TXN = 24
@@ -60,6 +61,7 @@ _FIRST_FLEXIBLE: dict[int, int] = {
     Api.LIST_OFFSETS: 6,
     Api.METADATA: 9,
     Api.FIND_COORDINATOR: 3,
+    Api.JOIN_GROUP: 6,
     Api.CREATE_TOPICS: 5,
     Api.INIT_PRODUCER_ID: 2,
     Api.ADD_PARTITIONS_TO_TXN: 3,

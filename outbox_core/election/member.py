@@ -101,7 +101,7 @@ class Member:
         self._position = OFFSET_END  # of the next message to read, as owner or beside it
         self._observer = Observer(config, self._place, self._observe, self._on_error)
         self._producer = make_producer(config.producer_settings())
-        self._consumer: Consumer = make_consumer(config.consumer_settings() | {"error_cb": self._connection.on_error})
+        self._consumer = self._make_consumer()
 
     @property
     def leadership(self) -> Leadership | None:
@@ -152,6 +152,9 @@ class Member:
         """Note, before `join`, that this process was in the group already: what speaks against it now may pass."""
         self.has_joined = self._health.has_heard = True
 
+    def _make_consumer(self) -> Consumer:
+        return make_consumer(self._config.consumer_settings() | {"error_cb": self._connection.on_error})
+
     def _subscribe(self) -> None:
         handlers = {"on_assign": self._on_assign, "on_revoke": self._on_revoke, "on_lost": self._on_lost}
         self._consumer.subscribe([self._config.topic], **handlers)
@@ -185,9 +188,11 @@ class Member:
         self._leave_if_unable()
         if self._ownership is None and self._absence is None and self._health.may_rejoin():
             # The client divides the partitions by what one broker knows. If that did not know a new leader topic yet,
-            # no member has its partition, and Kafka finds the group in order.
+            # no member has its partition, and Kafka finds the group in order. Or the request to join was lost with its
+            # connection: the client waits for its answer for `max.poll.interval.ms`, so another client has to ask.
             logger.info("%s: no leader is heard; joins %s anew", self._config.name, self._config.group_id)
-            self._consumer.unsubscribe()
+            self._consumer.close()
+            self._consumer = self._make_consumer()
             self._subscribe()
 
     def step_down(self, reason: str, is_able: Callable[[], bool]) -> None:

@@ -30,6 +30,7 @@ from confluent_kafka.admin import (
 )
 
 from devstack.embedded import EmbeddedBroker
+from devstack.frame_proxy import Api, Match
 from devstack.kafka import KafkaBroker
 from outbox_core.election import Neli, NeliConfig, connection_log, now
 from outbox_core.election.member import Member
@@ -155,6 +156,17 @@ def test_group_whose_partition_belongs_to_no_member(contend, monkeypatch):
     until(lambda: given, what="it has joined")
     leads(contender)
     assert len(given) == 2
+
+
+def test_request_to_join_that_is_lost_with_its_connection(contend, kafka):
+    """A standby that waits for its answer in vain asks again over another connection, long before the client would."""
+    leader = leads(contend(quick=True))
+    with kafka.frame_proxied(2) as way:
+        lost = way.hold(Match(Api.JOIN_GROUP), reset=False)
+        standby = contend(quick=True, bootstrap=way.bootstrap)
+        assert lost.wait_until_held(15)
+        leader.stop()
+        until(lambda: standby.is_leader, timeout=30, what="it never led")
 
 
 def another_leader_writes(config, *, resigns):

@@ -141,10 +141,11 @@ def test_a_group_without_a_leader_is_joined_anew(member, monkeypatch):
         assignment=list,
         get_watermark_offsets=lambda *_, **__: (0, 2000),
         poll=lambda _: None,
-        unsubscribe=lambda: calls.append("leave"),
         subscribe=lambda topics, **_: calls.append(topics),
-        close=lambda: None,
+        unsubscribe=lambda: None,
+        close=lambda: calls.append("leave"),
     )
+    member._make_consumer = lambda: member._consumer
     member._observer.poll = lambda _: None
     member._health.probe = lambda _: None
     monkeypatch.setattr("outbox_core.election.group_health.now", lambda: start + passed[0])
@@ -186,8 +187,7 @@ class _Consumer:
     def unsubscribe(self):
         self.calls.append("leave")
 
-    def close(self):
-        pass
+    close = unsubscribe
 
 
 @pytest.fixture
@@ -196,6 +196,7 @@ def clock(member, monkeypatch):
     time_ = [now()]
     member._consumer.close()
     member._consumer = _Consumer()
+    member._make_consumer = lambda: member._consumer
     member._observer.poll = lambda _: None
     member._health.probe = lambda _: None
     for module in ("member", "group_health", "connection_log"):
