@@ -180,6 +180,11 @@ class ProxyGroup:
         for proxy in self.of.values():
             proxy.slow(seconds)
 
+    def lose_connections(self) -> None:
+        """Carry the connections of now no further, as `TcpProxy.lose_connections`."""
+        for proxy in self.of.values():
+            proxy.lose_connections()
+
     def restore(self) -> None:
         """End `cut` and `slow`."""
         for proxy in self.of.values():

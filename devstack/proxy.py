@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Coroutine
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Self
 
@@ -56,12 +57,16 @@ class _Gate:
         return True
 
 
+_gates_of_connection: ContextVar[dict[Direction, _Gate]] = ContextVar("gates of a connection")
+
+
 class TcpProxy:
     """A proxy that forwards `bootstrap` to a target, with faults on demand. Also a context manager.
 
     Three faults, each with its end: `cut()`/`restore()` is a black hole (connections stay open, new ones are accepted,
     nothing passes, or nothing in one direction), `slow()`/`restore()` a line that is slow, `reset()`/`resume()` a
-    machine that refuses (connections end with RST, new ones too).
+    machine that refuses (connections end with RST, new ones too). `lose_connections()` is a firewall
+    that lost its table.
 
     Its sockets belong to an event loop in a thread of its own; every method hands its work to that loop and waits.
 
@@ -122,6 +127,10 @@ class TcpProxy:
         """End `cut` and `slow`: forward again, beginning with the held bytes."""
         self._do(self._open_gates(0.0))
 
+    def lose_connections(self) -> None:
+        """Let the connections of now stay open and carry nothing any more, for good; new ones pass."""
+        self._do(self._lose_connections())
+
     def reset(self) -> None:
         """Close all connections with RST and reset new ones at once."""
         self._do(self._reset(refusing=True))
@@ -157,6 +166,11 @@ class TcpProxy:
         for gate in self._gates.values():
             gate.open(delay)
 
+    async def _lose_connections(self) -> None:
+        for gate in self._gates.values():
+            gate.close(dropping=True)
+        self._gates = {direction: _Gate() for direction in Direction}
+
     async def _reset(self, *, refusing: bool) -> None:
         self._refusing = refusing
         if refusing:
@@ -176,6 +190,7 @@ class TcpProxy:
     async def _serve(self, client: socket.socket) -> None:
         """Carry one connection until either side closes it; both sides are always reset at the end."""
         server = new_socket()
+        _gates_of_connection.set(self._gates)
         try:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not any(gate.is_open for gate in self._gates.values()):
@@ -198,12 +213,12 @@ class TcpProxy:
         """Forward one direction. The gate is passed after the read, so a cut holds even bytes already read."""
         while chunk := await self._loop.sock_recv(source, _CHUNK):
             await self._forward(direction, sink, chunk)
-        await self._gates[direction].wait()  # a black hole hides the end of a connection too
+        await _gates_of_connection.get()[direction].wait()  # a black hole hides the end of a connection too
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
     async def _forward(self, direction: Direction, sink: socket.socket, chunk: bytes | bytearray) -> None:
-        if chunk and await self._gates[direction].lets_pass():
+        if chunk and await _gates_of_connection.get()[direction].lets_pass():
             await self._loop.sock_sendall(sink, chunk)
 
 

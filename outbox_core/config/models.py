@@ -48,6 +48,7 @@ _WITHOUT_EFFECT = {
 _NAMED_AS_IN_YAML = ConfigDict(alias_generator=AliasGenerator(validation_alias=yaml_name))
 
 _MOST_ROWS_OF_A_MANIFEST = 50_000  # 16 bytes each, of the 1 MB that brokers take by default
+_SOCKET_TIMEOUT = timedelta(seconds=5)
 _SHORTEST_DELIVERY_TIMEOUT = timedelta(milliseconds=100)
 _DEFAULT_SERVERS = {"bootstrap.servers": "localhost:9092"}
 _INTERNAL_TOPICS = ("__consumer_offsets", "__transaction_state", "__share_group_state")
@@ -327,12 +328,18 @@ class HarvestConfig(Settings):
 
     def producer_settings(self) -> dict[str, Any]:
         """Return the librdkafka settings of the producer that publishes."""
-        return kafka_settings.build_producer_settings(
+        settings = kafka_settings.build_producer_settings(
             self._merged,
             name=self.name,
             delivery_timeout=self.delivery_timeout,
             max_in_flight_records=self.limits.max_in_flight_records,
         )
+        if self.delivery == "at-least-once":
+            # A standby's producer may be idle for weeks, and something between drop its connections without a word: the
+            # client notices at the first request, and by default after a minute. (A transaction has its own time.)
+            silence = max(_SOCKET_TIMEOUT, self.delivery_timeout)
+            settings.setdefault("socket.timeout.ms", silence // timedelta(milliseconds=1))
+        return settings
 
     def neli_settings(self, group_id: str) -> dict[str, Any]:
         """Return the librdkafka settings of the election's clients, without `producer_kafka_config`."""

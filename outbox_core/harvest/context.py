@@ -10,6 +10,7 @@ from typing import Self
 from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig
 from outbox_core.election.interface import LeaderElector
+from outbox_core.election.lease import now
 from outbox_core.errors import RowsRemain, StatementCancelled, StoreUnavailable, TableUnusable
 from outbox_core.events import Event, MeterRead
 from outbox_core.harvest.at_least_once.send_window import SendWindow
@@ -22,6 +23,7 @@ from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
 
 _LONGEST_TABLE_BACKOFF_SECONDS = 10.0
+_STARTING_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +96,21 @@ class HarvestContext:
     batches: BatchSizes
     removal: Outage
     has_begun: ThreadEvent = field(default_factory=ThreadEvent)
-    """Set once a leadership of this process has found settings, rights and topics in order: what fails later may pass,
-    and ends nothing."""
+    """Set once a leadership of this process has found settings, rights and topics in order."""
+    made_at: float = field(default_factory=now)
 
     @property
     def outages(self) -> tuple[Outage, Outage, Outage]:
         """The services and rights that can fail for a while."""
         return self.database, self.kafka, self.removal
+
+    @property
+    def is_starting(self) -> bool:
+        """True while wrong settings and missing rights end the harvester: what fails later may pass, and ends nothing.
+
+        That is until a leadership has begun, and for a minute at most: a process may stand by for weeks before that.
+        """
+        return not self.has_begun.is_set() and now() < self.made_at + _STARTING_SECONDS
 
     def count_published(self, records: int) -> None:
         """Count published records in the meter, and tell what it reads; 0 where there were none, so that it tells."""

@@ -154,7 +154,7 @@ class Recovery:
             except KafkaUnavailable as error:
                 ended = Ended(str(error))
             except TrackingTopicError as error:
-                if not self._ctx.has_begun.is_set():
+                if self._ctx.is_starting:
                     raise
                 self._ctx.metrics.activity.duty.dropped(BEGIN)  # a right or a topic that is missing is so for all
                 ended = Ended(str(error))

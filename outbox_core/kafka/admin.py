@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from outbox_core.errors import KafkaUnavailable
@@ -22,6 +23,7 @@ from outbox_core.kafka.clients import (
     ResourcePatternType,
     ResourceType,
     TopicCollection,
+    end_client,
     make_admin,
 )
 from outbox_core.kafka.errors import NO_ANSWER, grant
@@ -97,7 +99,7 @@ class Inquiry:
 
     def close(self) -> None:
         """End the client's threads and connections. Idempotent."""
-        self.admin.__exit__(None, None, None)
+        end_client(partial(self.admin.__exit__, None, None, None))
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -79,6 +80,7 @@ __all__ = [
 KafkaConfig = Mapping[str, Any]
 
 _DISCARD_SECONDS = 2.0
+_END_SECONDS = 1.0
 _DISCARD_POLL_SECONDS = 0.01
 _NOTICE = 5  # of syslog's levels
 
@@ -130,6 +132,17 @@ def discard(producer: Producer) -> None:
     while len(producer) and time.monotonic() < end:
         with suppress(KafkaException):  # a broken producer says so once more
             producer.poll(_DISCARD_POLL_SECONDS)
+
+
+def end_client(close: Callable[[], object]) -> None:
+    """End a client by its `close`; go on after a moment, and leave the rest to a thread of its own.
+
+    librdkafka waits for all of its threads, one of which may be looking up the name of a broker that is gone: as long
+    as the resolver takes, where the name servers say nothing.
+    """
+    ending = threading.Thread(target=close, name="kafka-client-ends", daemon=True)
+    ending.start()
+    ending.join(_END_SECONDS)
 
 
 def make_consumer(config: KafkaConfig) -> Consumer:

@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Any
 
 from outbox_core.errors import KafkaUnavailable, TrackingTopicError, must
-from outbox_core.kafka.clients import KafkaError, KafkaException, Message, TopicPartition, make_consumer
+from outbox_core.kafka.clients import KafkaError, KafkaException, Message, TopicPartition, end_client, make_consumer
 from outbox_core.kafka.errors import grant, why_no_manifest
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.reader import PartitionReader, partition_ends, reader_settings
@@ -154,7 +154,7 @@ class LedgerReader:
 
     def close(self) -> None:
         """Close the consumer."""
-        self._consumer.close()
+        end_client(self._consumer.close)
 
     def ledger(self, transactional_id: str, end: int) -> Ledger:
         """Return the last state before `end`."""

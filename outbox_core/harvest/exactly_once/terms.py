@@ -116,7 +116,7 @@ class ExactlyOnce:
         except KafkaUnavailable as error:
             return Ended(str(error))
         except (TrackingTopicError, MarkedRowsFound) as error:
-            if not self._ctx.has_begun.is_set():
+            if self._ctx.is_starting:
                 raise
             self._ctx.metrics.activity.duty.dropped(BEGIN)  # a right or a topic that is missing is so for all
             return Ended(str(error))

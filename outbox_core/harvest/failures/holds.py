@@ -27,7 +27,6 @@ from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, OutboxStore
 _log = logging.getLogger(__name__)
 
 READ_EVERY_SECONDS = 0.4
-_LOOK_FOR_TABLE_EVERY_SECONDS = 30.0
 _TIDY_EVERY_SECONDS = 10.0
 _AT_ONCE = 1_000
 _NAMED = 3
@@ -46,7 +45,6 @@ class HoldCache:
         self.is_writable = True
         self.read_at = _UNKNOWN
         self._answer: HoldSet = NO_HOLDS
-        self._read_every = READ_EVERY_SECONDS
         self._tidied_at = _UNKNOWN
         self._is_tidy = True
         self._metrics = metrics
@@ -58,7 +56,7 @@ class HoldCache:
 
     def due_in(self) -> float:
         """Return the seconds until they are stale: a change since the last reading would not take effect soon."""
-        return max(0.0, self.read_at + self._read_every - now())
+        return max(0.0, self.read_at + READ_EVERY_SECONDS - now())
 
     def current_or_reread(self, store: OutboxStore, records: Sequence[StoredRecord] = ()) -> HoldSet:
         """Return holds that are not stale; of these records hold those that were too large to be read."""
@@ -81,7 +79,6 @@ class HoldCache:
             self.invalidate()  # no row is asked for before they are known again
             raise
         self.is_writable = holds is not None and holds.may_change
-        self._read_every = _LOOK_FOR_TABLE_EVERY_SECONDS if holds is None else READ_EVERY_SECONDS
         self.read_at = now()
         if holds is None:
             holds = NO_HOLDS

@@ -189,14 +189,20 @@ class PostgresHolds:
         before = self._has_table
         self._table.layout()  # raises if the outbox itself is not seen, for want of a right say: so may its holds be
         _, missing = self._table.inspect_holds()
+        if 0 < len(missing) < len(HOLD_COLUMNS):
+            raise OutboxTableError(
+                f"table {self._table.hold_name} lacks the column(s) {', '.join(missing)}: nothing is published, as "
+                "what is held there would be, too. Put them back; or, if nothing is held in it, drop it and make it "
+                f"anew (`outbox schema --only hold --table {self._table.name} --apply`)"
+            )
         self._has_table = not missing
         if warn and before is None and missing:
-            name = self._table.hold_name
-            why = f"table {name} lacks the column(s) {', '.join(missing)}"
-            if len(missing) == len(HOLD_COLUMNS):
-                make = f"`outbox schema --only hold --table {self._table.name} --apply`"
-                why = f"there is no table {name}; make it with {make}, with Alembic or with `manage.py migrate`"
-            _log.warning("nothing can be held or paused, and a bad record is tried for ever: %s", why)
+            _log.warning(
+                "nothing can be held or paused, and a bad record is tried for ever: there is no table %s; make it with "
+                "`outbox schema --only hold --table %s --apply`, with Alembic or with `manage.py migrate`",
+                self._table.hold_name,
+                self._table.name,
+            )
         return self._has_table
 
     def _refuse_to_lose(self, error: OutboxTableError | None = None) -> None:

@@ -438,11 +438,13 @@ FROM {table} AS stored WHERE stored.id = ANY (%(ids)s::bigint[]) AND {is_of_reco
 RETURNING held.kafka_topic, held.kafka_key, held.record_id, held.error AS reason
 """
 
-# A row may be away with its partition, and come back with it. Only what was refused is refused again then: other holds
-# of a partitioned table are for people to release.
+# A row that is away may come back: with its partition, or copied into the table that takes the place of this one. What
+# was refused is refused again then, but what people hold is for people to release; and so are rows with a mark where
+# partitions come and go.
 _IS_GONE = """
 outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
-AND (error <> '' AND reason <> '{marked}' OR (SELECT relkind FROM pg_class WHERE oid = to_regclass(%(name)s)) <> 'p')
+AND CASE reason WHEN '{marked}' THEN (SELECT relkind FROM pg_class WHERE oid = to_regclass(%(name)s)) <> 'p'
+                ELSE error <> '' END
 """
 
 # Asked first, several times a minute: it needs no lock that anybody else's work on the history could keep from it.

@@ -273,6 +273,26 @@ def test_whoever_can_work_works(stage, delivery, role, fault):
 
 
 @pytest.mark.complete
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_connections_of_a_standby_that_were_lost(stage, delivery):
+    """A firewall forgets a standby's idle connections: as a leader it publishes as soon as the network answers it."""
+    stage = stage(delivery)
+    stage.ill = stage._harvester("leader", {})
+    wait_until(lambda: stage.ill.is_leader, "it leads")
+    stage.peer = stage._harvester("standby", {"base_kafka_config": {"bootstrap.servers": stage.ways.bootstrap}})
+    stage.writer = Writer(stage.scene, stage.topic)
+    time.sleep(8.0)
+    stage.ways.lose_connections()
+    time.sleep(12.0)  # its elector is busy, and has made new ones
+    stage.ill.stop()
+    row_id = stage.newest() + KEYS
+    wait_until(lambda: stage.newest() > row_id and stage.is_published_up_to(row_id), "rows flow", timeout=20)
+    assert stage.ill.join(60)
+    stage.ill = stage.peer
+    stage.finish()
+
+
+@pytest.mark.complete
 @pytest.mark.parametrize("fault", ["leader topic: hole", "data: refused", "database: refused", "database: hole"])
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_an_outage_for_all_ends_with_the_repair(stage, delivery, fault):

@@ -266,14 +266,14 @@ def test_history_whose_ids_are_taken_stops_no_change(scene, store):
     copied = "SELECT n, 'o', 'held', 'h0' FROM generate_series(1, 4) AS n"
     scene.execute(f"INSERT INTO outbox_event (id, outbox, kind, actor) {copied}")
     scene.fill("orders", 2, keys=None)
-    store.holds.add([NewHold("orders", None, 1, "refused", "")])
+    store.holds.add([NewHold("orders", None, 1, "refused", "too large")])
     assert scene.hold("release", records=[1]) == 1
-    store.holds.add([NewHold("orders", None, 1, "refused", "")])
+    store.holds.add([NewHold("orders", None, 1, "refused", "too large")])
     scene.execute("DELETE FROM outbox WHERE id = 1")
     assert store.holds.release_gone() == 1
     assert told(scene) == []
-    store.holds.add([NewHold("orders", None, 2, "refused", "")])
-    assert told(scene) == [("held", 2, "refused")], "the sequence has caught up"
+    store.holds.add([NewHold("orders", None, 2, "refused", "too large")])
+    assert told(scene) == [("held", 2, "refused: too large")], "the sequence has caught up"
 
 
 def test_history_that_is_missing_is_no_error(scene, store, caplog):
@@ -403,11 +403,9 @@ def test_other_outboxes_are_not_shown(scene, store):
 def locked(scene):
     """Lock the table of events as CREATE INDEX does, with two held records; the store waits three seconds at most."""
     scene.fill("orders", 2, keys=None)
-    for record in (1, 2):
-        scene.hold("add_record", record)
     store = PostgresStore(scene.database, statement_timeout=3.0)
     with closing(store), psycopg.connect(scene.database) as blocking:
-        store.check()
+        store.holds.add([NewHold("orders", None, record, "refused", "too large") for record in (1, 2)])
         blocking.execute("LOCK TABLE outbox_event IN SHARE MODE")
         yield store
 
@@ -433,8 +431,7 @@ def test_no_change_of_holds_waits_for_the_history(scene, locked, caplog):
 def test_tidying_waits_for_nobody(scene, store):
     """A hold whose record is gone stays while somebody locks the table of holds; the holds are known all the same."""
     scene.fill("orders", 2, keys=None)
-    for record in (1, 2):
-        scene.hold("add_record", record)
+    store.holds.add([NewHold("orders", None, record, "refused", "too large") for record in (1, 2)])
     scene.execute("DELETE FROM outbox WHERE id = 1")
     cache = HoldCache(HarvestMetrics())
     with psycopg.connect(scene.database) as blocking:

@@ -575,6 +575,7 @@ def test_producer_settings_keep_the_users_and_add_ours():
         "acks": "all",
         "enable.idempotence": True,
         "delivery.timeout.ms": 3000,
+        "socket.timeout.ms": 5000,
         "queue.buffering.max.messages": 400_000,
     }
     assert HarvestConfig().producer_settings()["linger.ms"] == 5

@@ -163,6 +163,7 @@ def make(store):
             metrics=HarvestMetrics(),
             wake=Event(),
             has_begun=Event(),
+            is_starting=True,
             note_outage=lambda *_: 0.0,
         )
         recovery = Recovery(transactions, lambda: purger.hangs, ctx)

@@ -1,12 +1,13 @@
 """What the makers of Kafka clients raise, and what becomes of errors in the callbacks that users hand in."""
 
 import logging
+import threading
 import time
 
 import pytest
 
 from outbox_core.errors import ClientRefused, InvalidConfig, KafkaUnavailable
-from outbox_core.kafka.clients import make_admin, make_consumer, make_producer
+from outbox_core.kafka.clients import end_client, make_admin, make_consumer, make_producer
 
 AWAY = {"bootstrap.servers": "127.0.0.1:1", "reconnect.backoff.max.ms": 100}
 
@@ -70,3 +71,16 @@ def test_callbacks_that_raise_are_logged_once_and_raise_nothing(caplog):
     told = [record for record in caplog.records if record.name == "outbox_core.kafka.clients"]
     assert sorted(record.message.split()[3] for record in told) == ["error_cb", "logger", "stats_cb"]
     assert all(record.exc_info for record in told)
+
+
+def test_a_client_whose_end_takes_long_is_left_alone(monkeypatch):
+    """Whoever ends a client waits for a moment, and not for a lookup of a name that hangs."""
+    monkeypatch.setattr("outbox_core.kafka.clients._END_SECONDS", 0.05)
+    hangs, ended = threading.Event(), threading.Event()
+    end_client(lambda: (hangs.wait(10), ended.set()))
+    assert not ended.is_set()
+    hangs.set()
+    assert ended.wait(10)
+    ended.clear()
+    end_client(ended.set)
+    assert ended.is_set()
