@@ -18,6 +18,7 @@ UNTIL_FLUSH_MS = 100  # linger of producers that are flushed after each batch: a
 
 _MOST_QUEUED_MESSAGES = 100_000
 _LARGEST_BATCH_BYTES = 1_000_000  # librdkafka's default
+_SOCKET_TIMEOUT_MS = 10_000  # until a connection is made anew that something between dropped without a word
 _METADATA_INTERVAL_MS = 30_000  # librdkafka would read nothing of a new partition for five minutes
 _SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
 
@@ -69,6 +70,7 @@ def consumer_settings(config: QueueConfig, group: str, extra: Mapping[str, Any] 
     """Return settings of a consumer that reads committed records, and commits only explicitly."""
     return {
         "session.timeout.ms": _SESSION_TIMEOUT_MS,
+        "socket.timeout.ms": _SOCKET_TIMEOUT_MS,
         **common_settings(config),
         **(extra or {}),
         "group.id": group,
