@@ -191,8 +191,13 @@ class Member:
             # no member has its partition, and Kafka finds the group in order. Or the request to join was lost with its
             # connection: the client waits for its answer for `max.poll.interval.ms`, so another client has to ask.
             logger.info("%s: no leader is heard; joins %s anew", self._config.name, self._config.group_id)
-            self._consumer.close()
-            self._consumer = self._make_consumer()
+            try:
+                another = self._make_consumer()
+            except KafkaUnavailable:  # what it needs is away, with Kafka perhaps
+                self._consumer.unsubscribe()
+            else:
+                self._consumer.close()
+                self._consumer = another
             self._subscribe()
 
     def step_down(self, reason: str, is_able: Callable[[], bool]) -> None:

@@ -171,20 +171,30 @@ def _make(client: Any, config: KafkaConfig) -> Any:
     except KafkaException as error:
         token = guarded.get(_OAUTH)
         raise _why_not_made(error.args[0], config, token.failure if token is not None else "") from None
+    except SystemError:  # of confluent-kafka, where a callback raises while the client is made
+        token = guarded.get(_OAUTH)
+        raise KafkaUnavailable(
+            f"a Kafka client cannot be made{_because(token.failure if token is not None else '')}"
+        ) from None
     except (AttributeError, TypeError, ValueError) as error:
         raise ClientRefused(f"Kafka settings: {error}") from None
 
 
 def _why_not_made(cause: KafkaError, config: KafkaConfig, token_failure: str) -> KafkaUnavailable:
-    from outbox_core.config.redaction import redact, without_values
+    from outbox_core.config.redaction import without_values
 
     if cause.code() == KafkaError._CRIT_SYS_RESOURCE:  # noqa: SLF001  confluent's public constant
         return ClientExhausted(f"a Kafka client cannot be made: {cause.str()}; raise the process's limits")
     text = without_values(cause.str(), config)
     if cause.code() in _NO_TOKEN:
-        why = f"; {_OAUTH} raised {redact(token_failure)}" if token_failure else ""
-        return KafkaUnavailable(f"cannot log in to Kafka: {text}{why}")
+        return KafkaUnavailable(f"cannot log in to Kafka: {text}{_because(token_failure)}")
     return ClientRefused(f"Kafka settings: {text}{_suggestion(cause, config)}")
+
+
+def _because(token_failure: str) -> str:
+    from outbox_core.config.redaction import redact
+
+    return f"; {_OAUTH} raised {redact(token_failure)}" if token_failure else ""
 
 
 class _Guarded:

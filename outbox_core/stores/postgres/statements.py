@@ -439,12 +439,12 @@ RETURNING held.kafka_topic, held.kafka_key, held.record_id, held.error AS reason
 """
 
 # A row that is away may come back: with its partition, or copied into the table that takes the place of this one. What
-# was refused is refused again then, but what people hold is for people to release; and so are rows with a mark where
-# partitions come and go.
+# was refused is refused again then, but what people hold is for people to release, unless they gave it up; and so are
+# rows with a mark where partitions come and go.
 _IS_GONE = """
 outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
 AND CASE reason WHEN '{marked}' THEN (SELECT relkind FROM pg_class WHERE oid = to_regclass(%(name)s)) <> 'p'
-                ELSE error <> '' END
+                ELSE error <> '' OR dead_letter END
 """
 
 # Asked first, several times a minute: it needs no lock that anybody else's work on the history could keep from it.

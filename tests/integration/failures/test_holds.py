@@ -204,6 +204,8 @@ def test_holds_of_records_that_are_gone(scene, store):
     scene.execute("DELETE FROM outbox WHERE id IN (1, 4)")
     assert store.holds.release_gone() == 2
     assert sorted(hold.record_id for hold in scene.held()) == [2, 4]
+    assert scene.hold("dead_letter", records=[4]) == 1
+    assert store.holds.release_gone() == 1, "it was given up"
 
 
 def test_skip_spares_another_row_of_the_same_id(scene, store):

@@ -165,6 +165,33 @@ def test_token_endpoint_that_is_away_during_a_hand_over(guarded_scene, through, 
     )
 
 
+@pytest.mark.complete
+def test_kafka_is_away_and_no_token_to_be_had(guarded, guarded_scene, make_topic):
+    """Harvesters that hear of no leader, and can make no client either, go on trying, and publish after the repair."""
+    endpoint, topic = TokenEndpoint(), make_topic(bootstrap=guarded_scene.bootstrap)
+    with guarded.proxied(1) as way:
+        settings = {
+            "bootstrap.servers": way.bootstrap,
+            "security.protocol": "sasl_plaintext",
+            "sasl.mechanism": "OAUTHBEARER",
+            "oauth_cb": endpoint,
+        }
+        config = {"base_kafka_config": settings}
+        both = [guarded_scene.harvester(name=name, config=config, elector_factory=None) for name in ("one", "two")]
+        for each in both:
+            each.start()
+        wait_until(lambda: any(each.is_leader for each in both), "one leads")
+        way.reset()
+        endpoint.is_away = True
+        time.sleep(30.0)  # three sessions and more
+        assert all(each.health().alive for each in both)
+        way.resume()
+        endpoint.is_away = False
+        guarded_scene.stash(OutboxRecord(topic, "k", "v"))
+        wait_until(lambda: guarded_scene.count() == 0, "it is published", timeout=60)
+        guarded_scene.close()
+
+
 def test_first_start_without_a_token(guarded_scene, through):
     """A first start while no token can be had is that without Kafka: it ends, and the error is not about settings."""
     endpoint = TokenEndpoint()

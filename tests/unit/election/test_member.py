@@ -12,7 +12,7 @@ from outbox_core.election.lease import now
 from outbox_core.election.member import ClientBroken, Member
 from outbox_core.election.messages import Claim, Contest, Heartbeat, Resignation, encode
 from outbox_core.election.observer import signal_in
-from outbox_core.errors import GroupRefused, OutboxError
+from outbox_core.errors import GroupRefused, KafkaUnavailable, OutboxError
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition
 
@@ -378,6 +378,17 @@ def test_stepping_down_again_and_again(member, clock, caplog):
     assert not member.is_out
     assert member._consumer.calls == ["leave", "join"]
     assert len([line for line in caplog.messages if "no database" in line]) == 1
+
+
+def test_a_group_is_joined_anew_although_no_client_can_be_made(member, clock):
+    """While a token or a file of certificates is away, the client that is there asks again, and nothing ends."""
+
+    def away():
+        raise KafkaUnavailable("no token")
+
+    member._make_consumer = away
+    clock(20)
+    assert member._consumer.calls == ["leave", "join"]
 
 
 def test_who_comes_back_does_not_join_anew_at_once(member, clock):

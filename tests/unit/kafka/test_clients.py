@@ -35,10 +35,11 @@ def test_no_token():
         raise RuntimeError("token endpoint is away: client_secret=hunter2")
 
     sasl = {"security.protocol": "sasl_plaintext", "sasl.mechanism": "OAUTHBEARER", "oauth_cb": fetch}
-    with pytest.raises(KafkaUnavailable, match="oauth_cb raised RuntimeError: token endpoint is away") as raised:
-        make_producer(AWAY | sasl)
-    assert not isinstance(raised.value, InvalidConfig)
-    assert "hunter2" not in str(raised.value)
+    for make in (make_producer, make_admin, lambda config: make_consumer(config | {"group.id": "g"})):
+        with pytest.raises(KafkaUnavailable, match="oauth_cb raised RuntimeError: token endpoint is away") as raised:
+            make(AWAY | sasl)
+        assert not isinstance(raised.value, InvalidConfig)
+        assert "hunter2" not in str(raised.value)
 
 
 def test_callbacks_that_raise_are_logged_once_and_raise_nothing(caplog):
