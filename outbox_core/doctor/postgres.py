@@ -227,10 +227,11 @@ class PostgresChecks:
             return
         lacking = [name for name in HOLD_COLUMNS if name not in columns]
         if lacking:
-            yield judge(
+            yield problem(
                 "holds",
-                f"table {holds} lacks the column(s) {', '.join(lacking)}",
-                f"DROP TABLE {holds.quoted}, and make it anew with {self._commands.make_tables()}",
+                f"table {holds} lacks the column(s) {', '.join(lacking)}: nothing is published meanwhile",
+                f"put them back; or, if nothing is held in it, DROP TABLE {holds.quoted}, and make it anew with "
+                f"{self._commands.make_tables()}",
             )
             return
         missing = [name for (name,) in self._session.ask(_HOLD_RIGHTS, {"holds": holds.quoted})]

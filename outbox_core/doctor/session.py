@@ -101,9 +101,8 @@ class DatabaseSession:
             raise StoreUnavailable(f"cannot connect to {place}: {one_line(error)}") from None
         self.place = place
         try:
-            self.table, self.holds = pin_search_path(self.connection, name, hold_beside(name))
-            if not self.holds.schema:
-                self.holds = hold_beside(self.table)
+            (self.table,) = pin_search_path(self.connection, name)
+            self.holds = hold_beside(self.table)
             with self.translated():  # the role may lack the right to a schema
                 set_row_security(fetch_on(self.connection), (self.table, self.holds))
             limits = milliseconds(LOCK_SECONDS), milliseconds(_STATEMENT_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from outbox_core import tracing
 from outbox_core.commit_signal import CommitFlag
@@ -23,8 +23,12 @@ from outbox_core.kafka.clients import Producer, make_producer
 from outbox_core.kafka.row_topics import RowTopics
 from outbox_core.kafka.topics import ensure_dead_letter_topic, forbidden_topics
 from outbox_core.metrics import HarvestMetrics
+from outbox_core.schema import TableName
 from outbox_core.stores.interface import OutboxStore, StoreFactory, may_hold
 from outbox_core.upkeep.wakeup import CommitListener
+
+if TYPE_CHECKING:
+    from outbox_core.stores.postgres.store import PostgresStore
 
 ProducerFactory = Callable[[], Producer]
 
@@ -51,12 +55,19 @@ class Parts:
         self._config = config
         self._elector_factory = elector_factory
         self._producer_factory = producer_factory
+        self._found: TableName | None = None
         self.store = store_factory or self._postgres_store
 
     def identify(self) -> Identity:
-        """Check the table, and return its identity."""
+        """Check the table, and return its identity; all further stores are of this very table.
+
+        Looked up by each of them, a name without a schema may mean another table, once one is made earlier on the path.
+        """
         with closing(self.store()) as store:
-            return Identity(store.check(), store.server_id())
+            identity = Identity(store.check(), store.server_id())
+            if self.store == self._postgres_store:
+                self._found = cast("PostgresStore", store).table.found[0]
+        return identity
 
     def elector(self, identity: Identity, on_event: EventHandler) -> LeaderElector:
         """Make the elector."""
@@ -142,6 +153,7 @@ class Parts:
             statement_timeout=statement_timeout or config.limits.statement_timeout.total_seconds(),
             max_message_bytes=config.max_message_bytes,
             archive_days=config.archive_days if config.retention == "archive" else None,
+            found=self._found,
         )
 
     @property

@@ -33,6 +33,7 @@ def common_settings(config: QueueConfig) -> dict[str, Any]:
     return {
         "reconnect.backoff.max.ms": 1000,
         "topic.metadata.refresh.interval.ms": _METADATA_INTERVAL_MS,
+        "socket.timeout.ms": min(_SOCKET_TIMEOUT_MS, milliseconds(config.transaction_timeout)),
         **config.kafka,
         "bootstrap.servers": config.bootstrap_servers,
     }
@@ -70,7 +71,6 @@ def consumer_settings(config: QueueConfig, group: str, extra: Mapping[str, Any] 
     """Return settings of a consumer that reads committed records, and commits only explicitly."""
     return {
         "session.timeout.ms": _SESSION_TIMEOUT_MS,
-        "socket.timeout.ms": _SOCKET_TIMEOUT_MS,
         **common_settings(config),
         **(extra or {}),
         "group.id": group,

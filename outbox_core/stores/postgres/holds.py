@@ -187,7 +187,7 @@ class PostgresHolds:
 
     def _find_table(self, *, warn: bool) -> bool:
         before = self._has_table
-        self._table.layout()  # raises if the outbox itself is not seen, for want of a right say: so may its holds be
+        self._table.refuse_unseen()  # for want of a right, say
         _, missing = self._table.inspect_holds()
         if 0 < len(missing) < len(HOLD_COLUMNS):
             raise OutboxTableError(

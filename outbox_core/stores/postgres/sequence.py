@@ -44,7 +44,7 @@ class PostgresSequence:
     def snapshot(self) -> SequenceSnapshot:
         """Read the last id drawn; then, by a later statement, the open writers."""
         table = self._table
-        table.layout()  # raises if the table is not seen, which tells nothing of its sequence
+        table.refuse_unseen()
         try:
             connection = table.connected()
             if self._sequence is None or self._sequence.connection is not connection:

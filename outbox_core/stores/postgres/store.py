@@ -14,7 +14,7 @@ import psycopg
 from psycopg.errors import FeatureNotSupported, InsufficientPrivilege, UndefinedFunction
 
 from outbox_core.errors import OutboxTableError, RightsMissing, RowsHeld, StoreUnavailable, must
-from outbox_core.schema import archive_rotation
+from outbox_core.schema import TableName, archive_rotation
 from outbox_core.stores.interface import (
     NO_HOLDS,
     NO_LIMIT,
@@ -60,6 +60,7 @@ class PostgresStore:
 
     A `statement_timeout` of 0.0 seconds is none. A value is not read (`OversizedValue`) if key, value and headers
     together have more than `max_message_bytes`. With `archive_days` published rows go into the archive, for so long.
+    A table without a schema is looked up on the search path once, or is the one that was `found` before.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PostgresStore:
         statement_timeout: float = 0.0,
         max_message_bytes: int = NO_LIMIT,
         archive_days: int | None = None,
+        found: TableName | None = None,
     ) -> None:
         self.table = OutboxTable(
             data_source,
@@ -78,6 +80,7 @@ class PostgresStore:
             application_name=application_name,
             statement_timeout=statement_timeout,
             archives=archive_days is not None,
+            found=found,
         )
         self.history = PostgresHistory(self.table)
         self.holds = PostgresHolds(self.table, self.history, max_message_bytes)

@@ -74,6 +74,11 @@ _STATEMENTS = {
 _ALTERED = (errors.FeatureNotSupported, errors.UndefinedColumn, errors.UndefinedFunction, errors.DatatypeMismatch)
 
 
+def _with_holds(table: TableName) -> tuple[TableName, TableName]:
+    """Return a table and that of its holds, which is beside it: another one of that name may come first on the path."""
+    return table, hold_beside(table)
+
+
 class OutboxMissing(OutboxTableError):
     """The outbox table is not there."""
 
@@ -103,13 +108,20 @@ class OutboxTable:
     """An outbox table, the table of holds beside it, and the connection to both. Used by one thread at a time."""
 
     def __init__(
-        self, data_source: str, table: str, *, application_name: str, statement_timeout: float, archives: bool = False
+        self,
+        data_source: str,
+        table: str,
+        *,
+        application_name: str,
+        statement_timeout: float,
+        archives: bool = False,
+        found: TableName | None = None,
     ) -> None:
         self.statement_timeout = statement_timeout
         self.archives = archives
         self.name = TableName.parse(table)
         self.hold_name = hold_beside(self.name)
-        self.found = self.name, self.hold_name
+        self.found = _with_holds(found or self.name)
         self.connection: Connection | None = None
         self.role = ""
         self._connect_to = data_source, application_name
@@ -124,11 +136,10 @@ class OutboxTable:
         """Return the connection; make another one if there is none."""
         if self.connection is None or self.connection.closed:
             # Found once: another session's path must not lead to another table.
-            names = () if self.found[0].schema else (self.name, self.hold_name)
+            names = () if self.found[0].schema else (self.name,)
             connection, found = connect_to_primary(*self._connect_to, *names, statement_timeout=self.statement_timeout)
             if found:
-                table, holds = found
-                self.found = table, holds if holds.schema else hold_beside(table)
+                self.found = _with_holds(found[0])
                 self._formatted.clear()
             self.role = connection.role
             try:
@@ -311,6 +322,11 @@ class OutboxTable:
         return found
 
     # -- the table as it is
+
+    def refuse_unseen(self) -> None:
+        """Raise OutboxTableError if no connection has found the outbox: of what belongs to it nothing is known then."""
+        if not self.found_outbox.schema:
+            self.check()
 
     def layout(self) -> Layout:
         """Return the layout; check the table first if that was not done or it was altered."""

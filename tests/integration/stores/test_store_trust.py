@@ -10,10 +10,12 @@ import psycopg
 import pytest
 
 from outbox_core.cli import main
+from outbox_core.config import HarvestConfig
 from outbox_core.console.values import record_as_json
 from outbox_core.doctor.pending import PeekQuery, peek
 from outbox_core.doctor.session import DatabaseSession
 from outbox_core.errors import OutboxError, OutboxTableError, RowsRemain, StoreUnavailable
+from outbox_core.harvest.parts import Parts
 from outbox_core.record import MAX_KEY_BYTES
 from outbox_core.retention.history import History
 from outbox_core.schema import TableName, create_history_sql, create_hold_sql, create_table_sql
@@ -151,6 +153,26 @@ def test_tables_are_found_by_the_sessions_own_path(database):
     assert len(store.mark(ME, RowQuery(10)).records) == 1
     assert store.holds.read() is not None
     store.close()
+
+
+def test_all_stores_of_a_harvester_are_of_one_table(database):
+    """A store that first connects when another outbox, or table of holds, comes earlier on the path is of the first."""
+    scene = Scene(database, "", layout=None)
+    for schema in ("first", "second"):
+        scene.execute(f"CREATE SCHEMA {schema}")
+    scene.execute(create_table_sql(TableName("outbox", "second")))
+    scene.execute(create_hold_sql(TableName("outbox", "second")))
+    scene.execute("INSERT INTO second.outbox (kafka_topic) VALUES ('t')")
+    scene.execute(create_hold_sql(TableName("outbox", "first")))
+    dsn = psycopg.conninfo.make_conninfo(database, options="-c search_path=first,second")
+    parts = Parts(HarvestConfig(data_source=dsn), None, None, None)
+    assert parts.identify().outbox.endswith(".second.outbox")
+    scene.execute(create_table_sql(TableName("outbox", "first")))
+    with closing(parts.store()) as purger:
+        assert len(purger.mark(ME, RowQuery(10)).records) == 1
+        paused = "(id, outbox, kafka_topic, reason) VALUES (1, 'second.outbox', 't', 'paused')"
+        scene.execute(f"INSERT INTO second.outbox_hold {paused}")
+        assert list(purger.holds.read().topics) == ["t"]
 
 
 def test_table_that_comes_later(database):
