@@ -135,7 +135,8 @@ class Parts:
         from outbox_core.stores.postgres.notify import CommitNotices
 
         config = self._config
-        notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
+        table = config.outbox_table if self._found is None else self._found.quoted
+        notices = CommitNotices(config.data_source, table, application_name=self._application_name)
         return CommitListener(notices, commits)
 
     def _probing_store(self) -> OutboxStore:

@@ -119,11 +119,7 @@ class ShardStore(PostgresStore):
 
     def found_in(self, config: HarvestConfig) -> HarvestConfig:
         """Return settings with the table's schema: in a session of a worker another path may lead to another table."""
-        self.table.connected()
-        table, holds = self.table.found
-        if holds.schema != table.schema:  # which only the path finds
-            return config
-        return config.model_copy(update={"outbox_table": table.quoted})
+        return config.model_copy(update={"outbox_table": self.table.quoted})
 
     def sight(self) -> Sight:
         """Read the last id drawn; then, by a later statement, the open writers. Raises OutboxTableError."""

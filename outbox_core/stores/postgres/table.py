@@ -416,7 +416,7 @@ class OutboxTable:
                 f"{quote(self.role)}, and name the table with its schema unless that is on the role's search path"
             )
         return OutboxMissing(
-            f"outbox table {self.name} does not exist in database {self.connected().info.dbname}; make it with "
+            f"outbox table {self.found[0]} does not exist in database {self.connected().info.dbname}; make it with "
             f"`outbox schema --table {self.name} --apply`, with Alembic or with `manage.py migrate`, or name the right "
             "one (--table, OUTBOX_TABLE, outboxTable, OUTBOX['TABLE'])"
         )
