@@ -4,7 +4,14 @@ Making records and stashing them needs no more than the application's own databa
 extra `[harvester]`.
 """
 
-from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, SerializationFailed, TransactionRequired
+from outbox_core.errors import (
+    AcceptanceLost,
+    InvalidMessageId,
+    InvalidRecord,
+    OutboxError,
+    SerializationFailed,
+    TransactionRequired,
+)
 from outbox_core.holds import Hold, Holds
 from outbox_core.inbox import Inbox
 from outbox_core.record import Header, OutboxRecord
@@ -12,6 +19,7 @@ from outbox_core.stasher import Stasher
 
 __version__ = "0.1.0"
 __all__ = [
+    "AcceptanceLost",
     "Header",
     "Hold",
     "Holds",

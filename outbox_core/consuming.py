@@ -3,13 +3,14 @@
 For each record, in this order:
 
 1. begin a transaction;
-2. accept the record by its id (`outbox_core.inbox`); a repeat skips the next step;
+2. accept the record by its id (`outbox_core.inbox`); a repeat skips the next two steps;
 3. run the handler in the transaction;
-4. commit the transaction;
-5. only then commit the record's offset.
+4. confirm that the transaction can commit what was accepted: the handler may have caught the error that aborted it;
+5. commit the transaction;
+6. only then commit the record's offset.
 
-A process that dies before 4 leaves neither the acceptance nor the handler's work: the record comes again, and is
-accepted. One that dies between 4 and 5, or loses the partition there, makes the record come again as a repeat. If
+A process that dies before 5 leaves neither the acceptance nor the handler's work: the record comes again, and is
+accepted. One that dies between 5 and 6, or loses the partition there, makes the record come again as a repeat. If
 a handler outlives its partition, the next owner's accept waits for its outcome. The offset is a bookmark: a failure to
 commit it costs a repeat, never a record. A client that commits offsets of unhandled records would break this, so
 a consumer without `enable.auto.offset.store` off is refused before the first handler runs.
@@ -33,7 +34,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Literal, TypedDict, TypeVar
+from typing import Literal, Protocol, TypedDict, TypeVar
 
 from outbox_core import tracing
 from outbox_core.claims.claims import ClaimStore
@@ -45,6 +46,7 @@ from outbox_core.kafka.messages import UnreadableHeaders, bring_back, headers_of
 
 __all__ = [
     "ID_HEADER",
+    "Acceptor",
     "ConsumeOptions",
     "Consumed",
     "Outboxes",
@@ -58,6 +60,7 @@ __all__ = [
 ID_HEADER = "outbox-id"
 
 Transaction = TypeVar("Transaction")
+Transaction_contra = TypeVar("Transaction_contra", contravariant=True)
 RetryPolicy = Callable[[Exception, int], float | None]
 """(error of the handler or the database, attempts so far) -> seconds to wait before the next one; None: raise."""
 
@@ -81,6 +84,16 @@ class Consumed:
     repeats: int
 
 
+class Acceptor(Protocol[Transaction_contra]):
+    """An inbox, as `consume` uses it, for transactions of one kind."""
+
+    def accept(self, transaction: Transaction_contra, source: str, message_id: str, /) -> bool:
+        """Accept a message; return False for a repeat, of which all is committed."""
+
+    def confirm(self, transaction: Transaction_contra, source: str, message_id: str, /) -> None:
+        """Make sure that the transaction can commit what it has accepted, or raise `AcceptanceLost`."""
+
+
 class ConsumeOptions(TypedDict, total=False):
     """Options of `consume` that adapters hand on; `consume` explains them."""
 
@@ -99,7 +112,7 @@ def consume(
     handler: Callable[[Transaction, Message], object],
     transaction: Callable[[], AbstractContextManager[Transaction]],
     *,
-    accept: Callable[[Transaction, str, str], bool] | None = None,
+    inbox: Acceptor[Transaction] | None = None,
     source: str | None = None,
     id_header: str = ID_HEADER,
     outboxes: Outboxes | None = None,
@@ -117,7 +130,7 @@ def consume(
         handler: called with the transaction and the record, once for each record that is accepted.
         transaction: makes a context manager that begins a transaction, commits at its end, and rolls back when an
             exception leaves it; by default its value is a DB-API connection.
-        accept: accepts a message of a source in a transaction; by default `Inbox("inbox").accept`.
+        inbox: accepts messages in a transaction; by default `Inbox("inbox")`.
         source: the source of the ids; by default the consumer's group.
         id_header: name of the header with the record's id; "" goes by topic, partition and offset alone.
         outboxes: for each topic the names of the outboxes that feed it, such as `shop.public.outbox`. A record of such
@@ -139,21 +152,23 @@ def consume(
         KafkaException: if the consumer cannot recover.
         ClaimMissing: if a record's payload is in a claim store that does not have it, or that was not given.
         OutboxError: if the handler returns a coroutine or a generator, whose work would never be done.
+        AcceptanceLost: if the handler caught an error of the database outside a savepoint, or ended the transaction.
         Exception: of the handler, the database or the claim store. The record's transaction is rolled back, its offset
             is not committed, and the consumer is set back to it.
     """
     source = source if source is not None else group_of(consumer)
     loop = _Loop(consumer, id_header, _believed(outboxes), commit)
-    accept_it: Callable[[Transaction, str, str], bool] = accept or Inbox().accept  # type: ignore[assignment]
+    acceptor: Acceptor[Transaction] = inbox or Inbox()  # type: ignore[assignment]
     inbox_key(source, "any")
     stop = stop or threading.Event()
 
     def attempt(message: Message, message_id: str) -> bool:
         with _process_span(consumer, message, message_id), transaction() as begun:
-            accepted = accept_it(begun, source, message_id)
+            accepted = acceptor.accept(begun, source, message_id)
             if accepted:
                 bring_back(message, claim_store)  # not for repeats, whose payloads may be gone
                 refuse_unfinished(handler(begun, message), message.topic())
+                acceptor.confirm(begun, source, message_id)
         return accepted
 
     handled = repeats = 0

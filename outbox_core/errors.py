@@ -82,6 +82,14 @@ class TransactionRequired(OutboxError):
     """A record was stashed or a message accepted outside a transaction, so it would not be atomic with the data."""
 
 
+class AcceptanceLost(OutboxError):
+    """A transaction that accepted a message cannot commit it any more, though no error has left the handler.
+
+    The handler has caught an error of the database outside a savepoint, after which PostgreSQL makes of the COMMIT
+    a ROLLBACK without an error; or it has ended the transaction itself.
+    """
+
+
 class InvalidConfig(OutboxError, ValueError):
     """A setting is unknown, missing or out of range.
 

@@ -20,19 +20,27 @@ Idempotency-Key, so that it is either done as a whole, or may come again:
 - a repeat that overtakes the answer of the first waits for the outcome of its transaction;
 - no key stays "in progress" after a crash.
 
+**Success is what the database says.** PostgreSQL makes of the COMMIT of an aborted transaction a ROLLBACK, without an
+error: a handler that catches an error of the database, and goes on, would lose its work and the acceptance while its
+caller takes both for done. So the end of a transaction is preceded by a question, `confirm`: is the row of this
+acceptance there, and of this transaction or a savepoint of it? A row that another transaction committed is not: then
+the handler has ended ours, and what it did since belongs to no acceptance. A savepoint that is rolled back hurts
+nobody.
+
 The conflict is named, `(source, message_id)`, so that a table without its primary key is an error. It is the unique
 index that knows a repeat, which row level security hides from nobody; a row that a policy refuses is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any, Final, Protocol
 from uuid import UUID
 
-from outbox_core.errors import InvalidMessageId, OutboxError
+from outbox_core.drivers import ABORTED_TRANSACTION, sqlstate
+from outbox_core.errors import AcceptanceLost, InvalidMessageId, OutboxError
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName, iso_time_sql
 from outbox_core.stasher import Connection, require_transaction
@@ -48,12 +56,32 @@ MAX_ID_BYTES = 1000
 
 PRUNE_BATCH = 10_000
 
+_LOST: Final = (
+    "the transaction is aborted or was ended, so the handler's work cannot be committed together with the acceptance: "
+    "the handler has caught an error of the database, committed or rolled back. Put statements whose error you catch "
+    "into a savepoint (psycopg: connection.transaction(), SQLAlchemy: session.begin_nested(), Django: atomic()), and "
+    "leave the end of the transaction to the caller"
+)
+
 KEY_HEADER: Final = "Idempotency-Key"
 
 _ACCEPT = """
 INSERT INTO {table} (source, message_id, accept_time) VALUES (%s, %s, now())
 ON CONFLICT (source, message_id) DO NOTHING RETURNING 1
 """
+
+# A row whose transaction is in progress, and that is seen nevertheless, is our own. `xmin` has the lower half of a
+# number; the row has ours, or that of a savepoint, which is later. Earlier ones are others'.
+_OURS = "CAST(CAST(pg_current_xact_id_if_assigned() AS text) AS bigint)"
+_LATER = f"((CAST(CAST(xmin AS text) AS bigint) - {_OURS}) & 4294967295)"
+_STATUS = f"pg_xact_status(CAST(CAST({_OURS} + {_LATER} AS text) AS xid8))"
+IS_OURS: Final = f"CASE WHEN {_LATER} < 2147483648 THEN {_STATUS} = 'in progress' END"
+
+_CONFIRM = f"SELECT 1 FROM {{table}} WHERE source = %s AND message_id = %s AND {IS_OURS}"
+
+# Where there is no message to accept: a setting that ends with its transaction, or with a savepoint.
+BEGIN: Final = "SELECT set_config('kafka_outbox.handling', 'yes', true)"
+GOES_ON: Final = "SELECT 1 WHERE current_setting('kafka_outbox.handling', true) = 'yes'"
 
 # Times go back and forth as text, which no driver's time zone can bend, and no session's: IST has several meanings.
 _CUTOFF = f"SELECT {iso_time_sql('now() - %s::interval')}"
@@ -98,12 +126,13 @@ class Inbox:
         InvalidConfig: if `table` is not a table name.
     """
 
-    __slots__ = ("_accept_sql", "_prune_sql", "table")
+    __slots__ = ("_accept_sql", "_confirm_sql", "_prune_sql", "table")
 
     def __init__(self, table: str | TableName = "inbox") -> None:
         self.table = TableName.parse(table) if isinstance(table, str) else table
         escaped_name = self.table.quoted.replace("%", "%%")
         self._accept_sql = _ACCEPT.format(table=escaped_name)
+        self._confirm_sql = _CONFIRM.format(table=escaped_name)
         self._prune_sql = _PRUNE.format(table=escaped_name)
 
     def __repr__(self) -> str:
@@ -129,6 +158,32 @@ class Inbox:
         with closing(connection.cursor()) as cursor:
             cursor.execute(self._accept_sql, parameters)
             return cursor.fetchone() is not None
+
+    def confirm(self, connection: Connection, source: str | int | UUID, message_id: str | bytes | int | UUID) -> None:
+        """Make sure that this transaction can commit what it has accepted. Call it last, before the commit.
+
+        `consume` and the decorators of the frameworks do. It takes one round trip.
+
+        Raises:
+            AcceptanceLost: if an error has aborted the transaction, or if it was ended since `accept` returned True.
+        """
+        parameters = inbox_key(source, message_id)
+        with confirming(), closing(connection.cursor()) as cursor:
+            cursor.execute(self._confirm_sql, parameters)
+            refuse_lost(goes_on=cursor.fetchone() is not None)
+
+    @staticmethod
+    def begin(connection: Connection) -> None:
+        """Mark the transaction of work that accepts no message, for `confirm_begun`."""
+        with closing(connection.cursor()) as cursor:
+            cursor.execute(BEGIN)
+
+    @staticmethod
+    def confirm_begun(connection: Connection) -> None:
+        """Make sure that a transaction can commit since it was marked, or raise AcceptanceLost, as `confirm` does."""
+        with confirming(), closing(connection.cursor()) as cursor:
+            cursor.execute(GOES_ON)
+            refuse_lost(goes_on=cursor.fetchone() is not None)
 
     def prune(
         self,
@@ -178,6 +233,26 @@ class Inbox:
                 row: tuple[Any, ...] = cursor.fetchone()
             connection.commit()
         return row
+
+
+@contextmanager
+def confirming(*refusals: type[Exception]) -> Iterator[None]:
+    """Take a refusal of a statement, as the transaction is aborted, for an acceptance lost.
+
+    `refusals` are errors of a framework that refuses it by itself.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, refusals) or sqlstate(error) == ABORTED_TRANSACTION:
+            raise AcceptanceLost(_LOST) from error
+        raise
+
+
+def refuse_lost(*, goes_on: bool) -> None:
+    """Raise AcceptanceLost unless the transaction goes on in which a message was accepted."""
+    if not goes_on:
+        raise AcceptanceLost(_LOST)
 
 
 def request_key(

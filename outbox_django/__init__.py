@@ -12,15 +12,23 @@ the requests of a view, consume() runs a handler for each record of a Kafka cons
 Add "outbox_django" to INSTALLED_APPS and run `manage.py migrate`; `manage.py run_harvester` publishes.
 """
 
-from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, SerializationFailed, TransactionRequired
+from outbox_core.errors import (
+    AcceptanceLost,
+    InvalidMessageId,
+    InvalidRecord,
+    OutboxError,
+    SerializationFailed,
+    TransactionRequired,
+)
 from outbox_core.record import Header, OutboxRecord
 from outbox_django.consuming import consume
 from outbox_django.holding import holds
 from outbox_django.idempotency import idempotent
-from outbox_django.inbox import InboxTable, accept
+from outbox_django.inbox import InboxTable, accept, confirm
 from outbox_django.stashing import OutboxTable, stash, stash_many
 
 __all__ = [
+    "AcceptanceLost",
     "Header",
     "InboxTable",
     "InvalidMessageId",
@@ -31,6 +39,7 @@ __all__ = [
     "SerializationFailed",
     "TransactionRequired",
     "accept",
+    "confirm",
     "consume",
     "holds",
     "idempotent",

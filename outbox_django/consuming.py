@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from django.db import transaction
 
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 
     from outbox_core.consuming import Consumed, ConsumeOptions
     from outbox_core.kafka.clients import Consumer, Message
+
+
+class _On(NamedTuple):
+    """The inbox of a table, in the transactions of a database, which Django keeps."""
+
+    table: InboxTable
+    alias: str
+
+    def accept(self, _: None, source: str, message_id: str) -> bool:
+        return self.table.accept(source, message_id, using=self.alias)
+
+    def confirm(self, _: None, source: str, message_id: str) -> None:
+        self.table.confirm(source, message_id, using=self.alias)
 
 
 def consume(
@@ -65,6 +78,6 @@ def consume(
         consumer,
         lambda _, message: handler(message),
         begin,
-        accept=lambda _, accepted_source, message_id: table.accept(accepted_source, message_id, using=alias),
+        inbox=_On(table, alias),
         **options,
     )

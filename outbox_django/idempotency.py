@@ -9,7 +9,7 @@ See `outbox_core.inbox` for the promise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar, cast
 
@@ -38,7 +38,8 @@ def idempotent(
             and the account, since clients choose the keys.
         repeated: called like the view, in the same transaction, when the key was accepted before: it answers again from
             what the first request has committed, or with 422 if this one asks for something else.
-        required: answer 400 to a request without a key, instead of handling it like any other.
+        required: answer 400 to a request without a key, instead of handling it like any other: in a transaction that an
+            answer of 400 or more rolls back.
         using: alias of the database; without it as of `accept`.
         inbox: the inbox table; by default the one of the OUTBOX setting.
     """
@@ -53,15 +54,19 @@ def idempotent(
                 key = request_key(request, request.headers, source, required=required)
             except InvalidMessageId as error:
                 return JsonResponse({"error": str(error)}, status=400)
-            if key is None:
-                return view(request, *args, **kwargs)
             table = inbox or configured_inbox()
             alias = table.alias(using)
             with transaction.atomic(using=alias):
-                is_new = table.accept(*key, using=alias)
+                if key is None:
+                    is_new, confirm = True, table.confirm_begun
+                    table.begin(using=alias)
+                else:
+                    is_new, confirm = table.accept(*key, using=alias), partial(table.confirm, *key)
                 answer = (view if is_new else repeated)(request, *args, **kwargs)
                 if is_refusal(answer):
                     transaction.set_rollback(True, using=alias)
+                elif is_new:
+                    confirm(using=alias)
                 return answer
 
         return cast("View", handle)

@@ -14,8 +14,12 @@ from datetime import timedelta
 from functools import lru_cache
 from uuid import UUID
 
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
+
 from outbox_core.errors import OutboxError
-from outbox_core.inbox import PRUNE_BATCH, Inbox
+from outbox_core.inbox import PRUNE_BATCH, Inbox, confirming
 from outbox_django.databases import connection_in_transaction, postgres_connection, write_alias
 from outbox_django.settings import outbox_settings
 
@@ -39,8 +43,28 @@ class InboxTable:
         self, source: str | int | UUID, message_id: str | bytes | int | UUID, *, using: str | None = None
     ) -> bool:
         """Accept a message in the current transaction, as `outbox_django.accept` does."""
-        connection = connection_in_transaction(self.alias(using), "accept", "acceptance")
-        return self._inbox.accept(connection, source, message_id)
+        return self._inbox.accept(self._connection(using, "accept"), source, message_id)
+
+    def confirm(
+        self, source: str | int | UUID, message_id: str | bytes | int | UUID, *, using: str | None = None
+    ) -> None:
+        """Make sure that the current transaction can commit what it has accepted, as `outbox_django.confirm` does."""
+        with confirming(TransactionManagementError):
+            self._inbox.confirm(self._connection(using, "confirm"), source, message_id)
+
+    def begin(self, *, using: str | None = None) -> None:
+        """Mark the transaction of work that accepts no message, for `confirm_begun`; no other database needs that."""
+        if connections[self.alias(using)].vendor == "postgresql":
+            self._inbox.begin(self._connection(using, "begin"))
+
+    def confirm_begun(self, *, using: str | None = None) -> None:
+        """Make sure that a transaction can commit since it was marked, or raise AcceptanceLost, as `confirm` does."""
+        if connections[self.alias(using)].vendor == "postgresql":
+            with confirming(TransactionManagementError):
+                self._inbox.confirm_begun(self._connection(using, "confirm"))
+
+    def _connection(self, using: str | None, verb: str) -> BaseDatabaseWrapper:
+        return connection_in_transaction(self.alias(using), verb, "acceptance")
 
     def prune(self, older_than: timedelta, *, batch: int = PRUNE_BATCH, using: str | None = None) -> int:
         """Forget messages accepted longer ago, in transactions of `batch` messages; return their number.
@@ -75,6 +99,22 @@ def accept(source: str | int | UUID, message_id: str | bytes | int | UUID, *, us
         django.db.Error: of a failed statement, for example if the table is missing.
     """
     return configured_inbox().accept(source, message_id, using=using)
+
+
+def confirm(source: str | int | UUID, message_id: str | bytes | int | UUID, *, using: str | None = None) -> None:
+    """Make sure that the current transaction can commit what it has accepted. Call it last in the `atomic` block.
+
+    `consume` and `idempotent` do. It takes one round trip.
+
+    Args:
+        source: as of `accept`.
+        message_id: as of `accept`.
+        using: as of `accept`.
+
+    Raises:
+        AcceptanceLost: if an error has aborted the transaction, or if it was ended since `accept` returned True.
+    """
+    configured_inbox().confirm(source, message_id, using=using)
 
 
 def configured_inbox() -> InboxTable:

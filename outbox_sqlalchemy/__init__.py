@@ -15,6 +15,7 @@ roll back, and refuse a connection in AUTOCOMMIT.
 """
 
 from outbox_core.errors import (
+    AcceptanceLost,
     InvalidConfig,
     InvalidMessageId,
     InvalidRecord,
@@ -43,6 +44,7 @@ from outbox_sqlalchemy.url import sqlalchemy_url
 __all__ = [
     "BINARY_LAYOUT",
     "TEXT_LAYOUT",
+    "AcceptanceLost",
     "Header",
     "Inbox",
     "InvalidConfig",
@@ -59,8 +61,10 @@ __all__ = [
     "WrongSession",
     "aaccept",
     "accept",
+    "aconfirm",
     "astash",
     "astash_many",
+    "confirm",
     "consume",
     "idempotent",
     "layout_of",
@@ -88,3 +92,5 @@ astash_many = _outbox.astash_many
 _inbox = Inbox()
 accept = _inbox.accept
 aaccept = _inbox.aaccept
+confirm = _inbox.confirm
+aconfirm = _inbox.aconfirm

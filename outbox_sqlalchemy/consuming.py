@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outbox_core.consuming import Consumed, ConsumeOptions
     from outbox_core.kafka.clients import Consumer, Message
 
-AnySession = TypeVar("AnySession", Session, Connection)
+AnySession = TypeVar("AnySession", bound="Session | Connection")
 
 
 def consume(
@@ -52,6 +52,6 @@ def consume(
         consumer,
         handler,
         transaction,
-        accept=(inbox or Inbox()).accept,
+        inbox=cast("consuming.Acceptor[AnySession]", inbox or Inbox()),
         **options,
     )

@@ -1,7 +1,7 @@
 """Idempotent endpoints of Starlette and FastAPI, in transactions of SQLAlchemy.
 
-    @idempotent("orders-api", Sessions, repeated=order_again)
-    async def orders(request, session): ...
+    @idempotent("orders-api", repeated=order_again)
+    async def orders(request: Request, session: SessionDep): ...
 
 See `outbox_core.inbox` for the promise.
 """
@@ -9,9 +9,10 @@ See `outbox_core.inbox` for the promise.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from inspect import Signature, iscoroutinefunction, signature
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
@@ -30,7 +31,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 def idempotent(
     source: str | Callable[[Request], str],
-    sessions: Callable[..., Session] | Callable[..., AsyncSession],
+    sessions: Callable[..., Session] | Callable[..., AsyncSession] | None = None,
     *,
     repeated: Callable[..., Any],
     required: bool = False,
@@ -38,16 +39,21 @@ def idempotent(
 ) -> Callable[[Endpoint], Endpoint]:
     """Decorate an endpoint that changes data: a request that comes again with its Idempotency-Key has its effect once.
 
-    The endpoint has the parameters `request` and `session`. The decorator begins the session's transaction, accepts the
-    key, calls the endpoint and commits; an answer of 400 or more and an exception, such as FastAPI's HTTPException,
-    roll back and free the key. An `async def` gets an asynchronous session, a `def` a synchronous one. In FastAPI put
-    it below `@app.post(...)`, which does not see `session`; all other parameters work as ever.
+    The endpoint has the parameters `request` and `session`. The decorator accepts the key in the session's transaction,
+    calls the endpoint and commits; an answer of 400 or more and an exception, such as FastAPI's HTTPException, roll
+    back and free the key, and so does a request without a key. An `async def` has an asynchronous session, a `def`
+    a synchronous one. In FastAPI put it below `@app.post(...)`.
+
+    The session is the one that the framework injects, as `session: Annotated[Session, Depends(get_session)]`: the one
+    of the request's other dependencies, whose transaction goes on and is committed too. With `sessions` the decorator
+    makes one, which FastAPI does not see; a request then holds a second connection beside that of a dependency.
 
     Args:
         source: the namespace of the keys, or a function of the request that returns it: where clients log in, the API
             and the account, since clients choose the keys.
-        sessions: an `async_sessionmaker` or `sessionmaker`, or a function of the request that makes a session. Answers
-            that are made of its objects after the commit, as FastAPI's are, need `expire_on_commit=False`.
+        sessions: an `async_sessionmaker` or `sessionmaker`, or a function of the request that makes a session; None if
+            the framework injects it. Answers that are made of its objects after the commit, as FastAPI's are, need
+            `expire_on_commit=False`.
         repeated: called like the endpoint, in the same transaction, when the key was accepted before: it answers again
             from what the first request has committed, or with 422 if this one asks for something else.
         required: answer 400 to a request without a key, instead of handling it like any other.
@@ -55,68 +61,115 @@ def idempotent(
 
     Raises:
         TypeError: if the endpoint lacks one of the two parameters, or only one of the two functions is asynchronous.
+        AcceptanceLost: at a request whose endpoint has caught an error of the database outside a savepoint, or ended
+            the transaction: answered 500, as any other error.
     """
     table = inbox or Inbox()
 
     def decorate(endpoint: Endpoint) -> Endpoint:
-        shown = _shown_signature(endpoint, repeated)
+        shown = _shown_signature(endpoint, repeated, has_session=sessions is None)
 
-        def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, str] | None]:
-            request = shown.bind(*args, **kwargs).arguments["request"]
-            key = request_key(request, request.headers, source, required=required)
+        def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request:
+            given = shown.bind(*args, **kwargs).arguments
+            key = request_key(given["request"], given["request"].headers, source, required=required)
+            if sessions is None:
+                return _Request(table, key, given["session"], nullcontext(), {})
             is_maker = isinstance(sessions, sessionmaker | async_sessionmaker)
-            return sessions() if is_maker else sessions(request), key
+            session = sessions() if is_maker else sessions(given["request"])
+            return _Request(table, key, session, session, {"session": session})
 
         shell = _asynchronous if iscoroutinefunction(endpoint) else _synchronous
-        handle: Endpoint = shell(begin, table, endpoint, repeated)
+        handle: Endpoint = shell(begin, endpoint, repeated)
         handle.__signature__ = shown  # type: ignore[attr-defined]  # where FastAPI looks for parameters
         return handle
 
     return decorate
 
 
-def _asynchronous(begin: Callable[..., Any], inbox: Inbox, endpoint: Any, repeated: Any) -> Any:
+class _Request(NamedTuple):
+    """A request with its session, the context in which that is open, and the argument by which an endpoint gets it."""
+
+    inbox: Inbox
+    key: tuple[str, str] | None
+    session: Any
+    opened: Any
+    argument: dict[str, Any]
+
+    def accept(self, session: Session) -> bool:
+        if self.key is not None:
+            return self.inbox.accept(session, *self.key)
+        self.inbox.begin(session)
+        return True
+
+    def confirm(self, session: Session) -> None:
+        if self.key is not None:
+            self.inbox.confirm(session, *self.key)
+        else:
+            self.inbox.confirm_begun(session)
+
+
+def _asynchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) -> Any:
     @wraps(endpoint)
     async def handle(*args: Any, **kwargs: Any) -> Any:
         try:
-            session, key = begin(args, kwargs)
+            asked = begin(args, kwargs)
         except InvalidMessageId as error:
             return _problem(error)
-        async with session, session.begin() as transaction:
-            is_new = key is None or await inbox.aaccept(session, *key)
-            answer = await (endpoint if is_new else repeated)(*args, session=session, **kwargs)
-            if is_refusal(answer):
-                await transaction.rollback()
+        session = asked.session
+        async with asked.opened:
+            try:
+                is_new = await session.run_sync(asked.accept)
+                answer = await (endpoint if is_new else repeated)(*args, **asked.argument, **kwargs)
+                if is_refusal(answer):
+                    await session.rollback()
+                    return answer
+                if is_new:
+                    await session.run_sync(asked.confirm)
+                await session.commit()
+            except BaseException:
+                await session.rollback()
+                raise
         return answer
 
     return handle
 
 
-def _synchronous(begin: Callable[..., Any], inbox: Inbox, endpoint: Any, repeated: Any) -> Any:
+def _synchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) -> Any:
     @wraps(endpoint)
     def handle(*args: Any, **kwargs: Any) -> Any:
         try:
-            session, key = begin(args, kwargs)
+            asked = begin(args, kwargs)
         except InvalidMessageId as error:
             return _problem(error)
-        with session, session.begin() as transaction:
-            is_new = key is None or inbox.accept(session, *key)
-            answer = (endpoint if is_new else repeated)(*args, session=session, **kwargs)
-            if is_refusal(answer):
-                transaction.rollback()
+        session = asked.session
+        with asked.opened:
+            try:
+                is_new = asked.accept(session)
+                answer = (endpoint if is_new else repeated)(*args, **asked.argument, **kwargs)
+                if is_refusal(answer):
+                    session.rollback()
+                    return answer
+                if is_new:
+                    asked.confirm(session)
+                session.commit()
+            except BaseException:
+                session.rollback()
+                raise
         return answer
 
     return handle
 
 
-def _shown_signature(endpoint: Callable[..., Any], repeated: Callable[..., Any]) -> Signature:
-    """Return the endpoint's signature without `session`, its annotations evaluated in its own module."""
+def _shown_signature(endpoint: Callable[..., Any], repeated: Callable[..., Any], *, has_session: bool) -> Signature:
+    """Return the endpoint's signature, with `session` or without, its annotations evaluated in its own module."""
     if iscoroutinefunction(endpoint) != iscoroutinefunction(repeated):
         raise TypeError(f"{endpoint.__qualname__} and {repeated.__qualname__}: write both with `async def`, or neither")
     full = signature(endpoint, eval_str=True)
     for name in ("request", "session"):
         if name not in full.parameters:
             raise TypeError(f"{endpoint.__qualname__} needs a parameter {name!r}")
+    if has_session:
+        return full
     return full.replace(parameters=[found for name, found in full.parameters.items() if name != "session"])
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Executable, MetaData, Table, bindparam, func, literal_column
+from sqlalchemy import Executable, MetaData, Table, bindparam, func, literal_column, select, text
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import InvalidRequestError
 
 from outbox_core.errors import OutboxTableError
-from outbox_core.inbox import inbox_key
+from outbox_core.inbox import BEGIN, GOES_ON, IS_OURS, confirming, inbox_key, refuse_lost
 from outbox_core.schema import INBOX_COLUMNS
 from outbox_sqlalchemy.sessions import (
     ACCEPTING,
@@ -39,7 +40,7 @@ class Inbox:
         OutboxTableError: if a `Table` or class is no inbox.
     """
 
-    __slots__ = ("_insert", "_target", "table")
+    __slots__ = ("_confirm", "_insert", "_target", "table")
 
     def __init__(self, table: str | Table | type[Any] = "inbox") -> None:
         mapper = None
@@ -64,6 +65,9 @@ class Inbox:
             )
             .on_conflict_do_nothing(index_elements=[source, message_id])
             .returning(literal_column("1"))
+        )
+        self._confirm: Executable = select(literal_column("1")).where(
+            source == bindparam("accepted_source"), message_id == bindparam("accepted_id"), text(IS_OURS)
         )
         self._target = Target(ACCEPTING, self._insert, table, mapper)
 
@@ -90,6 +94,37 @@ class Inbox:
         connection = connection_for(synchronous(session, ACCEPTING), self._target)
         parameters = {"accepted_source": accepted_source, "accepted_id": accepted_id}
         return connection.execute(self._insert, parameters).first() is not None
+
+    def confirm(self, session: SyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID) -> None:
+        """Make sure that this transaction can commit what it has accepted. Call it last, before the commit.
+
+        `consume` and `idempotent` do. It takes one round trip, and flushes nothing.
+
+        Raises:
+            AcceptanceLost: if an error has aborted the transaction, or if it was ended since `accept` returned True.
+        """
+        accepted_source, accepted_id = inbox_key(source, message_id)
+        parameters = {"accepted_source": accepted_source, "accepted_id": accepted_id}
+        with confirming(InvalidRequestError):
+            connection = connection_for(synchronous(session, ACCEPTING), self._target)
+            refuse_lost(goes_on=connection.execute(self._confirm, parameters).first() is not None)
+
+    def begin(self, session: SyncSession) -> None:
+        """Mark the transaction of work that accepts no message, for `confirm_begun`."""
+        connection = connection_for(synchronous(session, ACCEPTING), self._target)
+        connection.execute(text(BEGIN))
+
+    def confirm_begun(self, session: SyncSession) -> None:
+        """Make sure that a transaction can commit since it was marked, or raise AcceptanceLost, as `confirm` does."""
+        with confirming(InvalidRequestError):
+            connection = connection_for(synchronous(session, ACCEPTING), self._target)
+            refuse_lost(goes_on=connection.execute(text(GOES_ON)).first() is not None)
+
+    async def aconfirm(
+        self, session: AnyAsyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID
+    ) -> None:
+        """Confirm on an asynchronous session or connection, as `confirm` does."""
+        await asynchronous(session, ACCEPTING).run_sync(self.confirm, source, message_id)
 
     async def aaccept(
         self, session: AnyAsyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID

@@ -44,7 +44,7 @@ def mistakes(session: Session, later: AsyncSession, records: StashedRecords) -> 
     cloud_event_record("orders", {}, type="paid")  # wrong
     tracing.enable("console")  # wrong
     EmbeddedHarvester({"data_source": "postgresql:///"})  # wrong
-    outbox_sqlalchemy.idempotent("orders-api", repeated=print)  # wrong
+    outbox_sqlalchemy.idempotent("orders-api")  # wrong
     outbox_django.idempotent(7, repeated=view)  # wrong
     outbox_django.idempotent("orders-api")  # wrong
 

@@ -70,6 +70,7 @@ class Work:
     def __init__(self, consumer):
         self.log = consumer.log
         self.accepted = set()
+        self.confirmed = 0
 
     @contextmanager
     def transaction(self):
@@ -87,12 +88,16 @@ class Work:
         self.accepted.add((source, message_id))
         return is_new
 
+    def confirm(self, _transaction, source, message_id):
+        assert (source, message_id) in self.accepted
+        self.confirmed += 1
+
 
 def run(consumer, handler=lambda *_: None, *, work=None, **options):
     """Consume all records."""
     work = work or Work(consumer)
     options.setdefault("max_records", len([record for record in consumer.records if record.error() is None]))
-    return consume(consumer, handler, work.transaction, accept=work.accept, **options)
+    return consume(consumer, handler, work.transaction, inbox=work, **options)
 
 
 def test_the_order_of_things():

@@ -72,6 +72,9 @@ class _Inbox:
         self.accepted.add((source, message_id))
         return is_new
 
+    def confirm(self, _transaction, source, message_id):
+        assert (source, message_id) in self.accepted
+
 
 def test_records_are_delivered_as_kafka_messages(kafka):
     """A handler gets the records of its topic in order, as messages of the client, with a harvester's header."""
@@ -151,7 +154,7 @@ def test_the_whole_loop_runs(kafka):
             consumer,
             lambda _, message: handled.append(message.key()),
             inbox.transaction,
-            accept=inbox.accept,
+            inbox=inbox,
             stop=consumer.drained,
         )
 
@@ -176,9 +179,7 @@ def test_the_loop_takes_a_failed_record_up_again(kafka):
 
     def run(retry=None):
         consumer = kafka.consumer("t")
-        return consume(
-            consumer, handle, inbox.transaction, accept=inbox.accept, retry=retry, stop=consumer.drained
-        ).handled
+        return consume(consumer, handle, inbox.transaction, inbox=inbox, retry=retry, stop=consumer.drained).handled
 
     _stash(*(OutboxRecord("t", n) for n in range(3)))
     with pytest.raises(ValueError, match="not today"):

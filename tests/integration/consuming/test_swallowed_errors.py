@@ -1,0 +1,149 @@
+"""Success is what the database says: a handler that swallows an error, or ends its transaction, has not succeeded.
+
+Each way to do so, on each driver, behind each way of accepting. Django's are in `django/test_django_swallowed_errors`.
+"""
+
+import asyncio
+from contextlib import closing, contextmanager, suppress
+
+import pg8000.dbapi
+import psycopg
+import psycopg2
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
+
+import outbox_sqlalchemy as outbox
+from outbox_core import AcceptanceLost, Stasher
+from outbox_core.consuming import Consumed, consume
+from outbox_core.record import OutboxRecord
+from outbox_core.testing import in_memory_outbox
+from outbox_core.testing.kafka import InProcessKafka
+from tests.integration.consuming.swallowing import COMMITS, WRONG, Handler, found, place
+
+__all__ = ["place"]
+
+
+@pytest.fixture
+def kafka():
+    """A topic with one record."""
+    with in_memory_outbox(require_transaction=False) as stashed:
+        Stasher().stash(None, OutboxRecord("orders", "k", "v"))
+        yield InProcessKafka(stashed)
+
+
+def judge(place, kafka, way, run, *, begins_anew=True):
+    """Assert what becomes of the record: nothing is done, told and lost at once.
+
+    A driver that does not see raw statements end its transaction (`begins_anew` False) has the next ones commit alone.
+    """
+    if way == "savepoint":
+        assert run() == Consumed(handled=1, repeats=0)
+        assert (found(place), kafka.position("test")) == ((["after", "before"], 1), 1)
+        return
+    with pytest.raises((AcceptanceLost, InvalidRequestError)) as raised:
+        run()
+    assert "while handling orders[0] at offset 0, attempt 1" in raised.value.__notes__
+    assert "savepoint" in str(raised.value) or way.endswith("more"), "SQLAlchemy refuses further statements by itself"
+    assert kafka.position("test") == 0
+    # Who commits has committed the acceptance, too, and the record is a repeat; all else is undone.
+    effects, accepted = found(place)
+    assert accepted == (way in COMMITS)
+    alone = ["after"] if way.startswith("raw") and way.endswith("more") and not begins_anew else []
+    assert effects == alone + ["before"] * (way in COMMITS)
+
+
+@contextmanager
+def _connected(connect):
+    with closing(connect()) as connection:
+        try:
+            yield connection
+        except BaseException:
+            with suppress(Exception):
+                connection.rollback()
+            raise
+        connection.commit()
+
+
+def _on_driver(driver, url):
+    address = make_url(url)
+    if driver == "pg8000":
+        return pg8000.dbapi.connect(address.username, address.host, address.database, address.port)
+    return {"psycopg": psycopg, "psycopg2": psycopg2}[driver].connect(url)
+
+
+@pytest.mark.parametrize("way", [*WRONG, "savepoint"])
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "pg8000"])
+def test_bare_connections(place, kafka, driver, way):
+    """`consume` on a connection of a driver."""
+
+    def handle(connection, _):
+        def run(sql):
+            with closing(connection.cursor()) as cursor:
+                cursor.execute(sql)
+
+        getattr(Handler(run, connection), way)()
+
+    consumer = kafka.consumer("orders")
+    connected = lambda: _connected(lambda: _on_driver(driver, place))  # noqa: E731
+    judge(
+        place,
+        kafka,
+        way,
+        lambda: consume(consumer, handle, connected, stop=consumer.drained),
+        begins_anew=driver != "psycopg2",
+    )
+
+
+@pytest.mark.parametrize("way", [*WRONG, "flush", "savepoint"])
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "pg8000"])
+@pytest.mark.parametrize("kind", ["session", "connection"])
+def test_sessions(place, kafka, kind, driver, way):
+    """`consume` on sessions and connections of SQLAlchemy."""
+    if (kind, way) == ("connection", "flush"):
+        pytest.skip("a connection flushes nothing")
+    url = make_url(outbox.sqlalchemy_url(place)).set(drivername=f"postgresql+{driver}")
+    engine = create_engine(url, poolclass=NullPool)
+
+    def handle(session, _):
+        getattr(Handler(lambda sql: session.execute(text(sql)), session), way)()
+
+    consumer = kafka.consumer("orders")
+    sessions = (lambda: Session(engine)) if kind == "session" else engine.connect
+    judge(
+        place,
+        kafka,
+        way,
+        lambda: outbox.consume(consumer, handle, sessions, stop=consumer.drained),
+        begins_anew=driver != "psycopg2",
+    )
+
+
+@pytest.mark.parametrize("way", [*WRONG, "flush", "savepoint"])
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_asynchronous_recipe(place, kafka, driver, way):
+    """A loop of the application's own, as the page has it: `aaccept`, the work, `aconfirm`, the commit."""
+    url = make_url(outbox.sqlalchemy_url(place)).set(drivername=f"postgresql+{driver}")
+
+    async def once():
+        engine = create_async_engine(url, poolclass=NullPool)
+        async with AsyncSession(engine) as session, session.begin():
+            assert await outbox.aaccept(session, "test", "orders-0-0")
+            await session.run_sync(lambda inner: getattr(Handler(lambda sql: inner.execute(text(sql)), inner), way)())
+            await outbox.aconfirm(session, "test", "orders-0-0")
+        await engine.dispose()
+
+    def run():
+        try:
+            asyncio.run(once())
+        except Exception as error:
+            error.add_note("while handling orders[0] at offset 0, attempt 1")
+            raise
+        kafka.commit("test", 1)
+        return Consumed(handled=1, repeats=0)
+
+    judge(place, kafka, way, run, begins_anew=driver != "asyncpg")
