@@ -1,9 +1,26 @@
-"""Errors of the caller's driver, whichever it is."""
+"""The connections and errors of the caller's driver, whichever it is, and however its owner has set it up."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 ABORTED_TRANSACTION = "25P02"
 """The SQLSTATE of a statement in a transaction that an error has aborted."""
+
+
+def plain_cursor(connection: Any) -> Any:
+    """Make a cursor with placeholders `%s`, whose rows are tuples, whatever its connection makes for its owner."""
+    connection = getattr(connection, "driver_connection", None) or connection  # of an SQLAlchemy pool
+    psycopg = sys.modules.get("psycopg")
+    if psycopg is not None and isinstance(connection, psycopg.Connection):
+        is_raw = issubclass(connection.cursor_factory, psycopg.RawCursor)
+        make = psycopg.Cursor if is_raw else connection.cursor_factory
+        return make(connection, row_factory=psycopg.rows.tuple_row)
+    psycopg2 = sys.modules.get("psycopg2.extensions")
+    if psycopg2 is not None and isinstance(connection, psycopg2.connection):
+        return connection.cursor(cursor_factory=psycopg2.cursor)
+    return connection.cursor()
 
 
 def sqlstate(error: BaseException) -> str:

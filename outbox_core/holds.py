@@ -33,6 +33,7 @@ from contextlib import closing
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
+from outbox_core.drivers import plain_cursor
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
 from outbox_core.row_security import fetch_on, hides_sql, refuse_hidden
 from outbox_core.schema import (
@@ -513,9 +514,10 @@ class Holds:
 
     @staticmethod
     def _fetch(connection: Connection, sql: str, parameters: Sequence[Any]) -> _Rows:
-        with closing(connection.cursor()) as cursor:
+        with closing(plain_cursor(connection)) as cursor:
             cursor.execute(sql, parameters)
-            return [tuple(row) for row in cursor.fetchall()]
+            rows: list[tuple[Any, ...]] = cursor.fetchall()
+            return rows
 
 
 class _Place(NamedTuple):

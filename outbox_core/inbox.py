@@ -39,7 +39,7 @@ from datetime import timedelta
 from typing import Any, Final, Protocol
 from uuid import UUID
 
-from outbox_core.drivers import ABORTED_TRANSACTION, sqlstate
+from outbox_core.drivers import ABORTED_TRANSACTION, plain_cursor, sqlstate
 from outbox_core.errors import AcceptanceLost, InvalidMessageId, OutboxError
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName, iso_time_sql
@@ -155,7 +155,7 @@ class Inbox:
         """
         parameters = inbox_key(source, message_id)
         require_transaction(connection, "acceptance")
-        with closing(connection.cursor()) as cursor:
+        with closing(plain_cursor(connection)) as cursor:
             cursor.execute(self._accept_sql, parameters)
             return cursor.fetchone() is not None
 
@@ -168,20 +168,20 @@ class Inbox:
             AcceptanceLost: if an error has aborted the transaction, or if it was ended since `accept` returned True.
         """
         parameters = inbox_key(source, message_id)
-        with confirming(), closing(connection.cursor()) as cursor:
+        with confirming(), closing(plain_cursor(connection)) as cursor:
             cursor.execute(self._confirm_sql, parameters)
             refuse_lost(goes_on=cursor.fetchone() is not None)
 
     @staticmethod
     def begin(connection: Connection) -> None:
         """Mark the transaction of work that accepts no message, for `confirm_begun`."""
-        with closing(connection.cursor()) as cursor:
+        with closing(plain_cursor(connection)) as cursor:
             cursor.execute(BEGIN)
 
     @staticmethod
     def confirm_begun(connection: Connection) -> None:
         """Make sure that a transaction can commit since it was marked, or raise AcceptanceLost, as `confirm` does."""
-        with confirming(), closing(connection.cursor()) as cursor:
+        with confirming(), closing(plain_cursor(connection)) as cursor:
             cursor.execute(GOES_ON)
             refuse_lost(goes_on=cursor.fetchone() is not None)
 
@@ -228,7 +228,7 @@ class Inbox:
     @staticmethod
     def _one_row(connection: PrunedConnection, sql: str, parameters: list[Any]) -> tuple[Any, ...]:
         with watched(connection, LONG_SECONDS, "pruning the inbox"):
-            with closing(connection.cursor()) as cursor:
+            with closing(plain_cursor(connection)) as cursor:
                 cursor.execute(sql, parameters)
                 row: tuple[Any, ...] = cursor.fetchone()
             connection.commit()

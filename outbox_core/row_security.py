@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from outbox_core.drivers import plain_cursor
 from outbox_core.errors import RowsHidden
 from outbox_core.schema import TableName
 from outbox_core.watched_calls import SHORT_SECONDS, watched
@@ -209,9 +210,10 @@ def fetch_on(connection: Any, seconds: float | None = None, purpose: str = "row 
 
     def fetch(statement: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         patience = SHORT_SECONDS if seconds is None else seconds
-        with watched(connection, patience, purpose), closing(connection.cursor()) as cursor:
+        with watched(connection, patience, purpose), closing(plain_cursor(connection)) as cursor:
             cursor.execute(statement, parameters)
-            return [tuple(row) for row in cursor.fetchall()]
+            rows: list[tuple[Any, ...]] = cursor.fetchall()
+            return rows
 
     return fetch
 

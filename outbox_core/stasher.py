@@ -20,6 +20,7 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
+from outbox_core.drivers import plain_cursor
 from outbox_core.errors import OutboxError, TransactionRequired
 from outbox_core.formats.preparation import FormatOptions, Preparation
 from outbox_core.record import OutboxRecord
@@ -109,7 +110,7 @@ class Stasher:
         if interceptor is not None and not interceptor.writes:
             interceptor.keep(connection, [row])
             return
-        with closing(connection.cursor()) as cursor:
+        with closing(plain_cursor(connection)) as cursor:
             cursor.execute(self.insert_sql, row)
         if interceptor is not None:
             interceptor.stashed(connection, [row])
@@ -125,7 +126,7 @@ class Stasher:
             interceptor.keep(connection, rows)
             return
         if rows:
-            with closing(connection.cursor()) as cursor:
+            with closing(plain_cursor(connection)) as cursor:
                 cursor.executemany(self.insert_sql, rows)
         if interceptor is not None:
             interceptor.stashed(connection, rows)
@@ -158,7 +159,7 @@ class PreparedStasher:
         require_transaction(connection)
         self._stasher = stasher
         self._connection = connection
-        self._cursor = connection.cursor()
+        self._cursor = plain_cursor(connection)
         # Only psycopg 3 has this attribute, and the argument to prepare on first use instead of the fifth.
         self._options = {"prepare": True} if hasattr(connection, "prepare_threshold") else {}
 
@@ -195,7 +196,7 @@ def _ready(connection: Connection) -> Connection | None:
 
 def _insert_claim(connection: Connection, table: TableName, name: str, payload: bytes) -> None:
     escaped_name = table.quoted.replace("%", "%%")
-    with closing(connection.cursor()) as cursor:
+    with closing(plain_cursor(connection)) as cursor:
         cursor.execute(f"INSERT INTO {escaped_name} (name, payload) VALUES (%s, %s)", [name, payload])
 
 

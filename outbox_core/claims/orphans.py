@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from outbox_core.claims.claims import CLAIM_HEADER, ClaimStore, claim_of, written_before
+from outbox_core.drivers import plain_cursor
 from outbox_core.errors import KafkaUnavailable, RowsHidden
 from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition, make_consumer
 from outbox_core.kafka.errors import CONSUMER_RECOVERS
@@ -84,7 +85,7 @@ def _named_in_table(connection: Connection, outbox: TableName) -> set[str]:
 
 
 def _exists(connection: Connection, table: TableName) -> bool:
-    with closing(connection.cursor()) as cursor:
+    with closing(plain_cursor(connection)) as cursor:
         cursor.execute("SELECT to_regclass(%s) IS NOT NULL", [table.quoted])
         (found,) = cursor.fetchall()[0]
     return bool(found)

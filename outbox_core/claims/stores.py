@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outbox_core.claims.claims import ClaimMissing, ClaimName
+from outbox_core.drivers import plain_cursor
 from outbox_core.errors import InvalidConfig, MissingExtra
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName
@@ -183,7 +184,7 @@ class TableStore:
     def _run(self, statement: str, parameters: list[object]) -> list[Any]:
         # Also for one payload: it may be large, and the link slow.
         with closing(self._connect()) as connection, watched(connection, LONG_SECONDS, f"payloads in {self._table}"):
-            with closing(connection.cursor()) as cursor:
+            with closing(plain_cursor(connection)) as cursor:
                 cursor.execute(statement, parameters)
                 rows = cursor.fetchall() if cursor.description else []
             connection.commit()

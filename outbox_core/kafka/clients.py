@@ -141,8 +141,12 @@ def end_client(close: Callable[[], object]) -> None:
     as the resolver takes, where the name servers say nothing.
     """
     ending = threading.Thread(target=close, name="kafka-client-ends", daemon=True)
-    ending.start()
-    ending.join(_END_SECONDS)
+    try:
+        ending.start()
+    except RuntimeError:  # no thread can be started, at the limits of the process or at its end
+        close()
+    else:
+        ending.join(_END_SECONDS)
 
 
 def make_consumer(config: KafkaConfig) -> Consumer:

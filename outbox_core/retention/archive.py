@@ -16,6 +16,7 @@ from contextlib import closing
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from outbox_core.drivers import plain_cursor
 from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import EventKind, TableName, archive_beside, archive_rotation, events_beside, iso_time_sql
@@ -276,9 +277,10 @@ class Archive:
 
     @staticmethod
     def _fetch(connection: Connection, sql: str, parameters: list[Any]) -> list[tuple[Any, ...]]:
-        with closing(connection.cursor()) as cursor:
+        with closing(plain_cursor(connection)) as cursor:
             cursor.execute(sql, parameters)
-            return [tuple(row) for row in cursor.fetchall()]
+            rows: list[tuple[Any, ...]] = cursor.fetchall()
+            return rows
 
 
 class _Place(NamedTuple):

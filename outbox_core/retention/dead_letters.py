@@ -11,6 +11,7 @@ from contextlib import closing
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
+from outbox_core.drivers import plain_cursor
 from outbox_core.errors import OutboxError, OutboxTableError
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import RESTASH_HEADER
@@ -143,7 +144,7 @@ class DeadLetterRestash:
             what = _what(topic, place)
             why = f"{what}: {reason}" if reason else what
             noted = [known.outbox, EventKind.RESTASHED, self.actor, why, record.topic, record.key, record_id]
-            with closing(connection.cursor()) as cursor:
+            with closing(plain_cursor(connection)) as cursor:
                 cursor.execute(self._sql(_NOTE), noted)
         return int(record_id)
 
@@ -197,9 +198,10 @@ class DeadLetterRestash:
 
     @staticmethod
     def _ask(connection: Connection, sql: str, parameters: list[Any]) -> list[tuple[Any, ...]]:
-        with closing(connection.cursor()) as cursor:
+        with closing(plain_cursor(connection)) as cursor:
             cursor.execute(sql, parameters)
-            return [tuple(row) for row in cursor.fetchall()]
+            rows: list[tuple[Any, ...]] = cursor.fetchall()
+            return rows
 
 
 def _what(topic: str, place: LetterPlace) -> str:

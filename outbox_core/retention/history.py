@@ -19,6 +19,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 from uuid import UUID
 
+from outbox_core.drivers import plain_cursor
 from outbox_core.errors import OutboxTableError
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import EventKind, TableName, events_beside, iso_time_sql, shown_key_sql, statistics_beside
@@ -176,7 +177,7 @@ class History:
     def _ask(
         self, connection: Connection, table: TableName, statement: str, parameters: Sequence[Any]
     ) -> list[tuple[Any, ...]]:
-        with closing(connection.cursor()) as cursor:
+        with closing(plain_cursor(connection)) as cursor:
             cursor.execute(_IDENTIFY, [table.quoted, self.outbox.quoted])
             found = cursor.fetchall()
             if not found:
@@ -190,4 +191,5 @@ class History:
             refuse_hidden(fetch_on(connection), [table])
             sql = statement.format(table=table.quoted.replace("%", "%%"))
             cursor.execute(sql, [outbox, *parameters])
-            return [tuple(row) for row in cursor.fetchall()]
+            rows: list[tuple[Any, ...]] = cursor.fetchall()
+            return rows
