@@ -6,7 +6,7 @@ Each change is one statement. A worker that dies leaves RUNNING behind; the next
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import connections, transaction
@@ -62,11 +62,12 @@ def read(result_id: str, alias: str) -> TaskResult[..., Any] | None:
     return result
 
 
-def begin(result: TaskResult[..., Any], worker_id: str, alias: str) -> None:
-    """Count an attempt, in the table and in `result`, unless the task was successful already.
+def begin(result: TaskResult[..., Any], worker_id: str, at: datetime, alias: str) -> None:
+    """Count an attempt that begins now, in the table and in `result`, unless the task was successful already.
 
-    `result` then says so; without a row, since it was pruned, it counts this attempt alone. Raises RowsHidden if no row
-    is seen, and row level security hides rows: the task may have been successful.
+    `result` then says so; without a row, since it was pruned, it counts this attempt alone. Called twice for one
+    attempt, as the first commit's outcome is not known, it counts once. Raises RowsHidden if no row is seen, and row
+    level security hides rows: the task may have been successful.
     """
     with bounded(alias, "the beginning of a task"), transaction.atomic(using=alias):
         row = Result.objects.using(alias).select_for_update().filter(pk=result.id).first()
@@ -75,14 +76,15 @@ def begin(result: TaskResult[..., Any], worker_id: str, alias: str) -> None:
         else:
             table = Result._meta.db_table  # noqa: SLF001  Django's documented API
             refuse_hidden(fetch_on(connections[alias]), [TableName.parse(table)])
-        if result.status == TaskResultStatus.SUCCESSFUL:
+            result.worker_ids.clear()
+        is_counted = result.last_attempted_at == at and worker_id in result.worker_ids
+        if result.status == TaskResultStatus.SUCCESSFUL or is_counted:
             return
-        now = timezone.now()
         change(
             result,
             status=TaskResultStatus.RUNNING,
-            started_at=result.started_at or now,
-            last_attempted_at=now,
+            started_at=result.started_at or at,
+            last_attempted_at=at,
             finished_at=None,
         )
         result.worker_ids.append(worker_id)

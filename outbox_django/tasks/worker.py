@@ -4,7 +4,9 @@ One message is one attempt. What the handler raises is retried by the queue afte
 the message becomes a dead letter, and the result FAILED. A worker that dies leaves its messages to the others. So a
 task runs at least once; with a table of results, one that was successful does not run again.
 
-What fails while the database is away does not count: the message comes again with the same attempt.
+What fails while the database is away does not count, nor what fails before the task has begun or after it has ended:
+the message comes again with the same attempt. The state of a task is written on a connection that works, whatever
+became of the one that the task has used. A connection in the transaction of a test is left alone.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-from django.db import DataError, InterfaceError, OperationalError, close_old_connections, connections
+from django.db import DataError, InterfaceError, OperationalError, connections
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
@@ -49,6 +51,10 @@ _OUTAGE_PAUSE_SECONDS = 1.0  # of a thread: it must not take message after messa
 _log = logging.getLogger(__name__)
 
 
+class _NotWritten(Exception):
+    """The state of a task could not be written, or read: not the task has failed."""
+
+
 class TaskAborted(Exception):
     """A task raised what would have ended its worker, SystemExit for example."""
 
@@ -67,20 +73,25 @@ class TaskRunner:
             Reject: if it can never be run, or raised that itself.
             Exception: what the task raised.
         """
-        close_old_connections()
+        _close_unusable()
         try:
             self._handle(message)
         except InvalidJob as error:
             raise Reject(str(error)) from error
+        except _NotWritten as error:
+            self._give_back(message, f"its state cannot be written, and the attempt does not count: {error.__cause__}")
         except (OperationalError, InterfaceError) as error:
             if not _is_database_away():
                 raise
-            _log.warning("%r: the database is away, and the attempt does not count: %s", message, error)
-            longest = self._backend.queue(message.queue).config.max_delay
-            message.nack(min(_OUTAGE_DELAY, longest), counts=False)
-            time.sleep(_OUTAGE_PAUSE_SECONDS)
+            self._give_back(message, f"the database is away, and the attempt does not count: {error}")
         finally:
-            close_old_connections()
+            _close_unusable()
+
+    def _give_back(self, message: Message, why: str) -> None:
+        _log.warning("%r: %s", message, why)
+        longest = self._backend.queue(message.queue).config.max_delay
+        message.nack(min(_OUTAGE_DELAY, longest), counts=False)
+        time.sleep(_OUTAGE_PAUSE_SECONDS)
 
     def _handle(self, message: Message) -> None:
         job = Job.decode(message.payload)
@@ -93,7 +104,8 @@ class TaskRunner:
             if self._backend.supports_get_result and (isinstance(error, InvalidJob) or _is_last(message)):
                 from outbox_django.tasks import results
 
-                results.give_up(job.id, _task_error(error), stash_alias())
+                told = _task_error(error)
+                _on_a_working_connection(lambda alias: results.give_up(job.id, told, alias))
             raise
         attempt = _Attempt(result, message, self._backend)
         if attempt.begin(self.worker_id):
@@ -119,7 +131,8 @@ class _Attempt:
             return True
         from outbox_django.tasks import results
 
-        results.begin(self._result, worker_id, stash_alias())
+        at = timezone.now()
+        _on_a_working_connection(lambda alias: results.begin(self._result, worker_id, at, alias))
         if self._result.status == TaskResultStatus.SUCCESSFUL:
             _log.info("task %s was successful before, and does not run again", self._result.id)
             return False
@@ -128,7 +141,7 @@ class _Attempt:
     def run(self) -> None:
         """Run the task, and keep what became of it."""
         task, result = self._result.task, self._result
-        task_started.send(sender=type(self._backend), task_result=result)
+        task_started.send_robust(sender=type(self._backend), task_result=result)  # Django logs what receivers raise
         context = (TaskContext(task_result=result),) if task.takes_context else ()
         try:
             value = task.call(*context, *result.args, **result.kwargs)
@@ -164,18 +177,45 @@ class _Attempt:
             self._write()
 
     def _announce(self) -> None:
-        task_finished.send(type(self._backend), task_result=self._result)
+        task_finished.send_robust(type(self._backend), task_result=self._result)
 
     def _write(self) -> None:
         if self._keeps_result:
             from outbox_django.tasks import results
 
-            results.write(self._result, stash_alias())
+            _close_unusable()  # which the task may have left broken, or with autocommit off
+            _on_a_working_connection(lambda alias: results.write(self._result, alias))
+
+
+def _close_unusable() -> None:
+    """Close connections that are broken or too old, as between requests; one in a transaction is a test's."""
+    for connection in connections.all(initialized_only=True):
+        if not connection.in_atomic_block:
+            connection.close_if_unusable_or_obsolete()
+
+
+def _on_a_working_connection(call: Callable[[str], None]) -> None:
+    """Read or write the state of a task; once more on another connection, if the first attempt has broken its own.
+
+    Raises _NotWritten if that fails, too.
+    """
+    alias = stash_alias()
+    connection = connections[alias]
+    try:
+        try:
+            call(alias)
+        except (OperationalError, InterfaceError):
+            if connection.in_atomic_block:
+                raise
+            connection.close()  # a deadlock or a serialization failure needs none; there is no harm in it
+            call(alias)
+    except (OperationalError, InterfaceError) as error:
+        raise _NotWritten from error
 
 
 def _is_database_away() -> bool:
     """Tell whether the outbox's database takes no connection."""
-    close_old_connections()  # those that are broken
+    _close_unusable()
     try:
         connections[stash_alias()].ensure_connection()
     except (OperationalError, InterfaceError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NewType, TypedDict
 
 import django
+import psycopg
 from django.db import connections
 from django.utils import timezone
 
@@ -66,7 +67,7 @@ def accompanied(context) -> None:
     from outbox_django.tasks import results
 
     result = results.read(context.task_result.id, "default")
-    results.begin(result, "another", "default")
+    results.begin(result, "another", timezone.now(), "default")
 
 
 @task
@@ -95,6 +96,32 @@ def without_database(meanwhile: bool) -> None:
     if meanwhile:
         cut_database()
     raise ValueError("by another cause")
+
+
+def kill_backend() -> None:
+    """Have the server end the connection's session, as an idle time-out or a restart does."""
+    connection = connections["default"]
+    connection.ensure_connection()
+    parameters = connection.get_connection_params()
+    pid = connection.connection.info.backend_pid
+    given = {name: parameters[name] for name in ("host", "port", "user", "password", "dbname") if name in parameters}
+    with psycopg.connect(**given, autocommit=True) as other:
+        other.execute("SELECT pg_terminate_backend(%s)", [pid])
+
+
+@task
+def lose_connection(name: str) -> str:
+    """Succeed, or fail, although the connection is lost meanwhile, or was left in a state that keeps nothing."""
+    if name == "autocommit off":
+        connections["default"].set_autocommit(False)
+        connections["default"].cursor().execute("SELECT 1")
+    elif name == "closed":
+        connections["default"].connection.close()
+    else:
+        kill_backend()
+    if name == "fails":
+        raise ValueError("after the connection was lost")
+    return name
 
 
 @task

@@ -22,7 +22,13 @@ from outbox_core.errors import InvalidConfig, InvalidRecord, RowsHidden, Transac
 from outbox_core.schema import TableName, create_table_sql
 from outbox_django.models import Outbox
 from outbox_django.tasks import OutboxTaskBackend, results, worker
-from outbox_django.tasks.library import TaskResultDoesNotExist, TaskResultStatus, task_backends, task_finished
+from outbox_django.tasks.library import (
+    TaskResultDoesNotExist,
+    TaskResultStatus,
+    task_backends,
+    task_finished,
+    task_started,
+)
 from outbox_django.tasks.models import Result
 from outbox_django.tasks.worker import TaskAborted, TaskRunner
 from outbox_queue import Reject
@@ -301,7 +307,7 @@ def test_an_outage_of_the_database_uses_up_no_attempt(monkeypatch, meanwhile):
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
 def test_a_database_that_says_nothing_keeps_no_worker(monkeypatch, caplog, moment):
-    """Counting an attempt and keeping its result end by a deadline, with one log line; the next attempt runs."""
+    """Counting an attempt and keeping its result go on over a new connection after a deadline, with one log line."""
     monkeypatch.setattr("outbox_django.databases.SHORT_SECONDS", 1.0)
     sample_tasks.noop.enqueue()
     stopped = []
@@ -318,16 +324,86 @@ def test_a_database_that_says_nothing_keeps_no_worker(monkeypatch, caplog, momen
     original = getattr(results, moment)
     monkeypatch.setattr(results, moment, freeze)
     try:
-        with pytest.raises(OperationalError) as caught:
-            _run()
+        _run()
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
     (line,) = [record.getMessage() for record in caplog.records if "was given up" in record.getMessage()]
     assert "has not answered for 1 s (the " in line
-    assert caught.value.__notes__[-1] == line
-    _run(attempt=2)
-    assert Result.objects.get().status == TaskResultStatus.SUCCESSFUL
+    result = Result.objects.get()
+    assert (result.status, result.worker_ids) == (TaskResultStatus.SUCCESSFUL, ["worker-1"])
+
+
+@pytest.mark.parametrize("name", ["killed", "closed", "autocommit off"])
+def test_a_task_that_outlives_its_connection(name):
+    """A task whose connection is lost meanwhile has succeeded all the same, at its only attempt."""
+    result = sample_tasks.lose_connection.enqueue(name)
+    _run(max_attempts=1)
+    result.refresh()
+    assert (result.status, result.return_value, result.attempts) == (TaskResultStatus.SUCCESSFUL, name, 1)
+
+
+def test_a_task_that_fails_without_a_connection():
+    """Its own error is kept, and not that of the connection."""
+    result = sample_tasks.lose_connection.enqueue("fails")
+    with pytest.raises(ValueError, match="after the connection was lost"):
+        _run(max_attempts=1)
+    result.refresh()
+    assert (result.status, result.errors[0].exception_class) == (TaskResultStatus.FAILED, ValueError)
+
+
+def test_a_connection_that_was_lost_between_two_tasks():
+    """An idle connection that the server has ended costs no attempt."""
+    result = sample_tasks.noop.enqueue()
+    row = Outbox.objects.latest("id")
+    sample_tasks.kill_backend()
+    _run(max_attempts=1, row=row)
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
+@pytest.mark.parametrize("moment", ["begin", "write"])
+def test_a_state_that_cannot_be_written_counts_no_attempt(monkeypatch, moment):
+    """What fails twice before the task begins, or after it, gives the message back with the same attempt."""
+    monkeypatch.setattr(worker, "_OUTAGE_PAUSE_SECONDS", 0.0)
+
+    def refuse(*_):
+        raise OperationalError("could not serialize access due to concurrent update")
+
+    monkeypatch.setattr(results, moment, refuse)
+    sample_tasks.noop.enqueue()
+    acks = _Acks()
+    _run(max_attempts=1, acks=acks)
+    assert acks.nacks == [(10_000, False)]
+
+
+def test_receivers_that_raise(finished):
+    """Receivers of the signals change nothing about a task."""
+
+    def refuse(**_):
+        raise RuntimeError("a receiver fails")
+
+    for signal_ in (task_started, task_finished):
+        signal_.connect(refuse)
+    try:
+        result = sample_tasks.noop.enqueue()
+        _run(max_attempts=1)
+    finally:
+        for signal_ in (task_started, task_finished):
+            signal_.disconnect(refuse)
+    result.refresh()
+    assert (result.status, len(finished)) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
+def test_in_the_transaction_of_a_test():
+    """In a TestCase tasks run in the test's own transaction, and its connection stays."""
+    with transaction.atomic():
+        Result.objects.all().delete()
+        result = sample_tasks.noop.enqueue()
+        _run()
+        result.refresh()
+        assert result.status == TaskResultStatus.SUCCESSFUL
+        assert connections["default"].in_atomic_block
 
 
 def test_an_error_of_a_database_that_is_there_counts():
@@ -450,7 +526,7 @@ def test_a_result_that_row_security_hides():
         cursor.execute(f'ALTER TABLE {table} ENABLE ROW LEVEL SECURITY; SET ROLE "{role}"')
         try:
             with pytest.raises(RowsHidden, match=f"table public.{table} has row level security"):
-                results.begin(result, "worker-1", "default")
+                results.begin(result, "worker-1", timezone.now(), "default")
         finally:
             cursor.execute(f"RESET ROLE; ALTER TABLE {table} DISABLE ROW LEVEL SECURITY")
             cursor.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
