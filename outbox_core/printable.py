@@ -8,8 +8,10 @@ not printable (control characters, line breaks, marks that turn the direction of
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import logging
+import sys
 from typing import Any
 
 
@@ -26,8 +28,12 @@ def plural(number: int, noun: str) -> str:
 
 
 def printable_json(document: Any) -> str:
-    """Return the value as JSON in one line, readable in any script; raise ValueError for infinite numbers and NaN."""
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+    """Return the value as JSON in one line for stdout, readable in any script; raise ValueError for NaN and infinities.
+
+    JSON is UTF-8: where stdout is not, it is ASCII with escapes.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text = json.dumps(document, ensure_ascii=codecs.lookup(encoding).name != "utf-8", allow_nan=False)
     return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
 
 

@@ -147,6 +147,8 @@ class Console:
         if method == "GET":
             if request.method not in _READ_METHODS:
                 raise _wrong_method("GET, HEAD")
+            if request.headers.get("sec-fetch-site") == "cross-site":  # it could read nothing, and make us work
+                raise ApiError(403, "forged", "the browser says that the request comes from another site")
             return
         if request.method != "POST":
             raise _wrong_method("POST")

@@ -7,6 +7,7 @@ its DNS, and its pages would then be of the console's origin.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import socketserver
 import threading
@@ -28,6 +29,7 @@ _CLIENT_SECONDS = 15.0
 _REQUEST_SECONDS = 30.0
 _TICK_SECONDS = 0.2
 _TEXT = (("Content-Type", "text/plain; charset=utf-8"), ("Server", "kafka-outbox"))
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\[\]@/:]+)(?::[0-9]+)?")
 _OWN_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -175,5 +177,5 @@ class ConsoleServer:
 
 def is_own_name(host: str) -> bool:
     """Tell whether a header Host names this machine itself."""
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    return name.lower() in _OWN_NAMES
+    found = _HOST.fullmatch(host)
+    return found is not None and found["name"].strip("[]").lower() in _OWN_NAMES

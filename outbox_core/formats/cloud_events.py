@@ -22,6 +22,7 @@ from outbox_core.record import OutboxRecord
 
 __all__ = ["CloudEvent", "InvalidCloudEvent", "cloud_event_record"]
 
+_LEAP_SECOND = re.compile(r"(?P<minute>T\d\d:\d\d):60(?:\.\d+)?")
 _PREFIX = "ce_"
 _CONTENT_TYPE = "content-type"
 _STRUCTURED = "application/cloudevents"
@@ -195,7 +196,8 @@ def _read_time(text: str | None) -> datetime | None:
     if text is None:
         return None
     try:
-        read = datetime.fromisoformat(text)
+        # RFC 3339 has small letters, too, and leap seconds, which Python has not.
+        read = datetime.fromisoformat(_LEAP_SECOND.sub(r"\g<minute>:59.999999", text.upper()))
     except ValueError:
         raise InvalidCloudEvent(f"{_PREFIX}time: {text!r:.100} is no time of RFC 3339") from None
     return read if read.tzinfo is not None else read.replace(tzinfo=UTC)

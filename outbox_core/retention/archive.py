@@ -57,6 +57,9 @@ DECLARE
     partition text;
     dropped integer := 0;
 BEGIN
+    IF keep_days IS NULL OR keep_days < 1 THEN  -- whoever may rotate need not be allowed to delete
+        RAISE EXCEPTION 'keep_days must be at least 1, got %', keep_days;
+    END IF;
     FOR day IN SELECT today + n FROM generate_series(0, 3) AS n LOOP
         partition := {name_literal} || to_char(day, '_YYYYMMDD');
         IF to_regclass('@place@.' || quote_ident(partition)) IS NULL THEN

@@ -15,7 +15,7 @@ from django.utils import timezone
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName
 from outbox_django.databases import bounded
-from outbox_django.tasks.jobs import change, import_task
+from outbox_django.tasks.jobs import InvalidJob, Job, change, import_task
 from outbox_django.tasks.library import TaskError, TaskResult, TaskResultStatus
 from outbox_django.tasks.models import Result
 
@@ -72,6 +72,7 @@ def begin(result: TaskResult[..., Any], worker_id: str, at: datetime, alias: str
     with bounded(alias, "the beginning of a task"), transaction.atomic(using=alias):
         row = Result.objects.using(alias).select_for_update().filter(pk=result.id).first()
         if row is not None:
+            _refuse_another(row, result)
             _copy(row, result)
         else:
             table = Result._meta.db_table  # noqa: SLF001  Django's documented API
@@ -91,6 +92,14 @@ def begin(result: TaskResult[..., Any], worker_id: str, at: datetime, alias: str
         _update(result, alias, {name: getattr(result, name) for name in _BEGUN})
 
 
+def _refuse_another(row: Result, result: TaskResult[..., Any]) -> None:
+    """Refuse a message with the id of another task, whose result it would write, and keep it from running."""
+    task = result.task
+    told = task.module_path, task.queue_name, result.backend, list(result.args), dict(result.kwargs)
+    if (row.task_path, row.queue_name, row.backend, row.args, row.kwargs) != told:
+        raise InvalidJob(f"the result {row.pk} belongs to another task, {row.task_path}, or to other arguments of it")
+
+
 def write(result: TaskResult[..., Any], alias: str) -> None:
     """Write what became of an attempt, unless another worker, after this one had lost the message, succeeded.
 
@@ -102,11 +111,11 @@ def write(result: TaskResult[..., Any], alias: str) -> None:
         _update(result, alias, {"finished_at": result.finished_at, "return_value": value, "errors": errors})
 
 
-def give_up(result_id: str, error: TaskError, alias: str) -> None:
-    """Note that a task becomes a dead letter before it could begin; without a row, do nothing."""
+def give_up(job: Job, error: TaskError, alias: str) -> None:
+    """Note that a task becomes a dead letter before it could begin; without a row of this task, do nothing."""
     with bounded(alias, "the result of a task"), transaction.atomic(using=alias):
         rows = Result.objects.using(alias).select_for_update().exclude(status=TaskResultStatus.SUCCESSFUL)
-        row = rows.filter(pk=result_id).first()
+        row = rows.filter(pk=job.id, task_path=job.task, args=job.args, kwargs=job.kwargs).first()
         if row is not None:
             row.status, row.finished_at = TaskResultStatus.FAILED, timezone.now()
             row.errors.append([error.exception_class_path, error.traceback])

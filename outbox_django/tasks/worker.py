@@ -105,7 +105,7 @@ class TaskRunner:
                 from outbox_django.tasks import results
 
                 told = _task_error(error)
-                _on_a_working_connection(lambda alias: results.give_up(job.id, told, alias))
+                _on_a_working_connection(lambda alias: results.give_up(job, told, alias))
             raise
         attempt = _Attempt(result, message, self._backend)
         if attempt.begin(self.worker_id):

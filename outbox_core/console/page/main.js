@@ -68,7 +68,7 @@ function readAddress() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [outbox, view] = path.split("/").map(decoded);
   state.outbox = state.outboxes.some(({ name }) => name === outbox) ? outbox : (state.outboxes[0]?.name ?? null);
-  state.view = view in VIEWS ? view : "overview";
+  state.view = Object.hasOwn(VIEWS, view) ? view : "overview";
   state.params = new URLSearchParams(query ?? "");
 }
 

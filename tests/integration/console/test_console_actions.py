@@ -256,6 +256,12 @@ FORGED = (
 )
 
 
+def test_questions_of_other_sites(browser):
+    """A page of another site cannot read an answer, and cannot make the console work for one either."""
+    for site, status in (("cross-site", 403), ("same-origin", 200), ("none", 200)):
+        assert browser.request("GET", "/api/outboxes", headers={"sec-fetch-site": site})[0] == status, site
+
+
 @pytest.mark.usefixtures("held")
 def test_forged_posts(scene, browser):
     """A POST of another origin, or without the cookie's value in the header, is refused; nothing is done."""

@@ -1,4 +1,4 @@
-"""In the transaction of a test, as of TestCase and of the fixture `db`, `consume` leaves the test's connection alone."""
+"""In the transaction of a test, as of TestCase and the fixture `db`, `consume` leaves the connection alone."""
 
 import pytest
 from django.contrib.auth.models import Group

@@ -467,20 +467,21 @@ def test_a_task_that_never_runs():
     result = sample_tasks.noop.enqueue()
     row = Outbox.objects.latest("id")
     job = json.loads(bytes(row.kafka_value))
+    Result.objects.filter(pk=result.id).update(task_path=f"{_MODULE}.of_tomorrow")
     payload = json.dumps({**job, "task": f"{_MODULE}.of_tomorrow"}).encode()
     for attempt, status in ((1, "READY"), (2, "FAILED")):
         with pytest.raises(ImportError):
             _run(attempt=attempt, max_attempts=2, payload=payload)
-        result.refresh()
-        assert result.status == status
-    assert [error.exception_class for error in result.errors] == [ImportError]
-    assert result.finished_at is not None
+        kept = Result.objects.get(pk=result.id)
+        assert kept.status == status
+    assert [path for path, _ in kept.errors] == ["builtins.ImportError"]
+    assert kept.finished_at is not None
     other = sample_tasks.noop.enqueue()
+    Result.objects.filter(pk=other.id).update(task_path=f"{_MODULE}.NOT_A_TASK")
     payload = json.dumps({**job, "id": other.id, "task": f"{_MODULE}.NOT_A_TASK"}).encode()
     with pytest.raises(Reject):
         _run(payload=payload)
-    other.refresh()
-    assert other.status == "FAILED"
+    assert Result.objects.get(pk=other.id).status == "FAILED"
 
 
 @pytest.mark.parametrize(
@@ -530,6 +531,25 @@ def test_a_result_that_row_security_hides():
         finally:
             cursor.execute(f"RESET ROLE; ALTER TABLE {table} DISABLE ROW LEVEL SECURITY")
             cursor.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
+
+
+def test_a_message_with_the_id_of_another_task():
+    """It writes nothing into the other's result, and does not keep it from running; it becomes a dead letter itself."""
+    result = sample_tasks.add.enqueue(1, right=2)
+    row = Outbox.objects.latest("id")
+    job = json.loads(bytes(row.kafka_value))
+    for forged in ({"task": f"{_MODULE}.noop"}, {"args": [100]}, {"kwargs": {}}):
+        with pytest.raises(Reject, match="belongs to another task"):
+            _run(max_attempts=1, payload=json.dumps({**job, **forged}).encode())
+        result.refresh()
+        assert (result.status, result.errors) == (TaskResultStatus.READY, [])
+    with pytest.raises(ImportError):
+        _run(max_attempts=1, payload=json.dumps({**job, "task": "nowhere.at_all"}).encode())
+    result.refresh()
+    assert (result.status, result.errors) == (TaskResultStatus.READY, [])
+    _run()
+    result.refresh()
+    assert (result.status, result.return_value) == (TaskResultStatus.SUCCESSFUL, 3)
 
 
 def test_a_result_that_was_pruned(finished):

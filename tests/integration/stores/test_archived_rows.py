@@ -144,6 +144,9 @@ def test_rotation_waits_for_no_standby(scene, store):
 @pytest.mark.parametrize("layout", ["binary"], indirect=True)
 def test_printed_grants_suffice(scene, topic_name):
     """A role with the printed grants archives and rotates, and can do neither without; it cannot delete."""
+    for days in ("0", "-100000", "NULL"):
+        with pytest.raises(psycopg.Error, match="keep_days must be at least 1"):
+            scene.execute(f"SELECT outbox_archive_rotate({days})")
     role = topic_name("harvester")
     scene.execute(f'CREATE ROLE "{role}" LOGIN')
     store = PostgresStore(as_role(scene.database, role), archive_days=30)

@@ -198,4 +198,14 @@ def test_origins(origin, host, is_own):
 def test_names_of_this_machine():
     """Only names that no DNS can give away are the machine's own."""
     assert all(map(is_own_name, ("localhost", "localhost:80", "127.0.0.1:8088", "[::1]:1", "LocalHost")))
-    assert not any(map(is_own_name, ("", "localhost.evil", "127.0.0.2", "[::1", "evil:127.0.0.1")))
+    foreign = (
+        "",
+        "localhost.evil",
+        "127.0.0.2",
+        "[::1",
+        "evil:127.0.0.1",
+        "localhost:1@evil",
+        "[::1].evil",
+        "localhost:x",
+    )
+    assert not any(map(is_own_name, foreign))

@@ -1,5 +1,6 @@
 """Foreign text, shown so that it can do nothing to a terminal or to a log."""
 
+import io
 import json
 import logging
 import re
@@ -37,6 +38,17 @@ def test_printable_json():
     assert json.loads(shown) == document
     with pytest.raises(ValueError, match="JSON"):
         printable_json(float("inf"))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_on_any_terminal(monkeypatch, encoding):
+    """What is written is JSON, in whatever encoding stdout is."""
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+    monkeypatch.setattr("sys.stdout", stdout)
+    document = {"key": "größe 中文 \U0001f600"}
+    stdout.write(printable_json(document))
+    stdout.flush()
+    assert json.loads(stdout.buffer.getvalue()) == document
 
 
 @pytest.fixture

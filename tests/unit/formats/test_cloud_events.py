@@ -47,6 +47,22 @@ def test_what_is_written():
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("2026-01-02t12:00:00z", NOON),
+        ("2026-01-02T12:00:00.123456789Z", NOON.replace(microsecond=123456)),
+        ("2026-01-02T12:00:00-00:00", NOON),
+        ("2026-01-02T11:59:60Z", NOON - timedelta(microseconds=1)),
+        ("2026-01-02T11:59:60.5Z", NOON - timedelta(microseconds=1)),
+    ],
+)
+def test_times_of_rfc_3339(text, read):
+    """Small letters, leap seconds and any number of digits are read, as the RFC has them."""
+    headers = [("ce_id", b"1"), ("ce_source", b"s"), ("ce_type", b"t"), ("ce_specversion", b"1.0")]
+    assert CloudEvent.of([*headers, ("ce_time", text.encode())], b"").time == read
+
+
 def test_open_edx():
     """An event as Open edX's event bus writes it can be read, and one of ours has the headers that it reads."""
     headers = [
