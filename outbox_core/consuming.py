@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypedDict, TypeVar
 
 from outbox_core import tracing
-from outbox_core.claims.claims import ClaimStore
+from outbox_core.claims.claims import ClaimMissing, ClaimStore
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer, refuse_unfinished
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -102,6 +102,7 @@ class ConsumeOptions(TypedDict, total=False):
     outboxes: Outboxes | None
     commit: Literal["sync", "stored"]
     claim_store: ClaimStore | None
+    on_missing_claim: Literal["raise", "skip"]
     retry: RetryPolicy | None
     max_records: int | None
     stop: threading.Event | None
@@ -118,6 +119,7 @@ def consume(
     outboxes: Outboxes | None = None,
     commit: Literal["sync", "stored"] = "sync",
     claim_store: ClaimStore | None = None,
+    on_missing_claim: Literal["raise", "skip"] = "raise",
     retry: RetryPolicy | None = None,
     max_records: int | None = None,
     stop: threading.Event | None = None,
@@ -139,6 +141,9 @@ def consume(
             then (`enable.auto.commit` True) and at the end: faster, for a few more repeats after a crash.
         claim_store: where producers with `claim_check_above` put large payloads: the handler finds them in
             `message.value()`, as if they had come with the record.
+        on_missing_claim: "skip" accepts a record whose payload is not in the store, or that was given none, without
+            handling it, and logs its place. Whoever may write to the topic can send such a record, at which a group
+            stands still with "raise".
         retry: the pause after an error of the handler or the database, see `backoff`; by default it is raised. All
             attempts at one record together must stay below `max.poll.interval.ms`.
         max_records: return after so many records, repeats included; None for no limit.
@@ -158,6 +163,7 @@ def consume(
     """
     source = source if source is not None else group_of(consumer)
     loop = _Loop(consumer, id_header, _believed(outboxes), commit)
+    _one_of(("raise", "skip"), on_missing_claim, "on_missing_claim")
     acceptor: Acceptor[Transaction] = inbox or Inbox()  # type: ignore[assignment]
     inbox_key(source, "any")
     stop = stop or threading.Event()
@@ -166,8 +172,8 @@ def consume(
         with _process_span(consumer, message, message_id), transaction() as begun:
             accepted = acceptor.accept(begun, source, message_id)
             if accepted:
-                bring_back(message, claim_store)  # not for repeats, whose payloads may be gone
-                refuse_unfinished(handler(begun, message), message.topic())
+                if _has_payload(message, claim_store, on_missing_claim):  # not for repeats, whose payloads may be gone
+                    refuse_unfinished(handler(begun, message), message.topic())
                 acceptor.confirm(begun, source, message_id)
         return accepted
 
@@ -221,6 +227,23 @@ def group_of(consumer: Consumer) -> str:
     raise InvalidConfig("this consumer does not tell its group.id; pass source=")
 
 
+def _has_payload(message: Message, claim_store: ClaimStore | None, on_missing: str) -> bool:
+    """Fetch a payload that is in a claim store; return False if it is missing, and its record to be skipped."""
+    try:
+        bring_back(message, claim_store)
+    except ClaimMissing as error:
+        if on_missing == "raise":
+            raise
+        _log.error("%s is skipped: %s", _place(message), error)
+        return False
+    return True
+
+
+def _one_of(choices: Collection[str], choice: str, name: str) -> None:
+    if choice not in choices:
+        raise InvalidConfig(f"{name}: expected {' or '.join(map(repr, choices))}, got {choice!r}")
+
+
 def _process_span(consumer: Consumer, message: Message, message_id: str) -> AbstractContextManager[None]:
     """Return the span of an attempt at a record, from before its transaction begins until after its end."""
     spans = tracing.active()
@@ -252,8 +275,7 @@ class _Loop:
         outboxes: Mapping[str, frozenset[str]],
         commit: Literal["sync", "stored"],
     ) -> None:
-        if commit not in ("sync", "stored"):
-            raise InvalidConfig(f"commit: expected 'sync' or 'stored', got {commit!r}")
+        _one_of(("sync", "stored"), commit, "commit")
         self._consumer = consumer
         self._id_header = id_header
         self._outboxes = outboxes

@@ -13,23 +13,26 @@ HIDDEN = "***"
 _NAME = r"""
     (?<![\w.-]) [\w.-]*(?: password | passwd | passphrase | secret | token | credential | private[._]key
              | user[._]info | ssl[._]key (?! [._]location | store[._](?:location|type) ) | scram_\w+_key
-             | jaas[._]config | oauthbearer[._]config )[\w.-]*
+             | jaas[._]config | oauthbearer[._]config | account[._]?key | authorization )[\w.-]*
 """
 _NAME_ALONE = re.compile(_NAME, re.IGNORECASE | re.VERBOSE)
 _ASSIGNMENT = re.compile(
     rf"""
     (?P<name> {_NAME} ) (?P<between> ["']? \s* [=:] \s* )
+    (?: (?:bearer|basic) \s+ )?
     (?: '(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" | (?:\\.|[^\s\\])+ )
     """,
     re.IGNORECASE | re.VERBOSE | re.DOTALL,
 )
 _URL_USER = re.compile(r"(?P<user>(?<![\w+.-])[\w+.-]+://[^:/?\#\s@]*:)\S*@")
+_SIGNATURE = re.compile(r"(?P<name>[?&]sig=)[^&\s\"']+")  # of a shared access signature
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 
 
 def redact(text: str) -> str:
     """Return the text with passwords of URLs and of `name=value` pairs, tokens and private keys as `***`."""
     text = _PRIVATE_KEY.sub(HIDDEN, text)
+    text = _SIGNATURE.sub(rf"\g<name>{HIDDEN}", text)
     text = _URL_USER.sub(rf"\g<user>{HIDDEN}@", text)
     return _ASSIGNMENT.sub(rf"\g<name>\g<between>{HIDDEN}", text)
 

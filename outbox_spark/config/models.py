@@ -111,7 +111,7 @@ class SparkSettings(Settings):
     """Spark's master URL (None: this machine, or the choice of `spark-submit`), and any of its settings by name."""
 
     master: str | None = None
-    settings: Texts = Field(default_factory=dict)
+    settings: Texts = Field(default_factory=dict, repr=False)  # the keys of storage accounts, say
 
     @field_validator("settings")
     @classmethod

@@ -618,6 +618,10 @@ def test_leader_names_derive_from_the_outbox():
         f"ssl.key.pem=-----BEGIN PRIVATE KEY-----\n{SECRET}\n-----END PRIVATE KEY-----",
         f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
         f"token: {SECRET}",
+        f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={SECRET};EndpointSuffix=x",
+        f"fs.azure.account.key.shop.dfs.core.windows.net={SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"https://shop.blob.example/c?sv=1&sig={SECRET}&se=2",
     ],
 )
 def test_redact_hides_secrets(text):

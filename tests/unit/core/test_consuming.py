@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
+from outbox_core.claims import CLAIM_HEADER, ClaimMissing
 from outbox_core.consuming import Consumed, backoff, consume, group_of, message_id_of
 from outbox_core.errors import InvalidConfig, InvalidMessageId, OutboxError, UnsafeConsumer
 
@@ -27,6 +28,12 @@ class Record:
 
     def headers(self):
         return self._headers
+
+    def value(self):
+        return b""
+
+    def set_value(self, value):
+        raise AssertionError(value)
 
     def error(self):
         return self._error
@@ -370,3 +377,18 @@ def test_each_stranger_is_told_of_once(caplog):
     run(consumer, outboxes={"orders": ["billing"]})
     (line,) = [line for line in caplog.messages if "evil" in line]
     assert "orders[3] at offset 5" in line
+
+
+def test_a_payload_that_is_missing(caplog):
+    """A record that names no payload of the store raises, or is accepted and skipped, as the group has chosen."""
+    record = Record(5, [(CLAIM_HEADER, f"x/20260101T000000Z-{'a' * 32}".encode())])
+    with pytest.raises(ClaimMissing):
+        run(PlayedConsumer(record), lambda *_: pytest.fail("it has no value"))
+    consumer = PlayedConsumer(record, Record(6))
+    handled = []
+    done = run(consumer, lambda _, message: handled.append(message.offset()), on_missing_claim="skip")
+    assert (done, handled) == (Consumed(handled=2, repeats=0), [6])
+    assert "at offset 5 is skipped" in caplog.text
+    assert consumer.log[-1] == ("commit", 7)
+    with pytest.raises(InvalidConfig, match="on_missing_claim: expected 'raise' or 'skip', got 'drop'"):
+        run(PlayedConsumer(Record(1)), on_missing_claim="drop")
