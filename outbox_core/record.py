@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import date, datetime, time
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from enum import Enum
 from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
@@ -131,7 +132,7 @@ def _as_it_is(value: bytes | str) -> bytes | str:
 
 def _check_topic(topic: object) -> None:
     if not isinstance(topic, str) or not topic:
-        raise InvalidRecord(f"topic: a record needs the name of a Kafka topic, got {topic!r}")
+        raise InvalidRecord(f"topic: a record needs the name of a Kafka topic, got {type(topic).__name__} {topic!r}")
     problem = topic_problem(topic)
     if problem is not None:
         raise InvalidRecord(f"topic: {problem}")
@@ -186,17 +187,38 @@ def _json(value: object) -> str:
         ) from error
 
 
-def json_default(value: object) -> str:
-    """Return the text of a value that JSON has no type for, for the `default` of `json.dumps` or `orjson.dumps`.
+def json_default(value: object) -> object:
+    """Return what stands for a value that JSON has no type for, for the `default` of `json.dumps` or `orjson.dumps`.
+
+    Times are ISO 8601, durations too; UUIDs, decimals and Django's lazy texts are text; an Enum is its value; of
+    a dataclass and of a pydantic model it is the object of its fields.
 
     Raises:
-        TypeError: if the library has no text for it either.
+        TypeError: if the library has nothing for it either.
     """
     if isinstance(value, datetime | date | time):
         return value.isoformat()
-    if isinstance(value, UUID | Decimal):
+    if isinstance(value, timedelta):
+        return _iso_duration(value)
+    if isinstance(value, UUID | Decimal) or type(value).__name__ == "__proxy__":  # Django's gettext_lazy, say
         return str(value)
-    raise TypeError(f"{type(value).__name__} is not JSON serializable")
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    dump = getattr(value, "model_dump", None)
+    if callable(dump) and not isinstance(value, type):
+        return dump(mode="json")
+    hint = "; make a list of it" if isinstance(value, set | frozenset) else ""
+    raise TypeError(f"{type(value).__name__} is not JSON serializable{hint}")
+
+
+def _iso_duration(value: timedelta) -> str:
+    sign, value = ("-", -value) if value < timedelta(0) else ("", value)
+    minutes, seconds = divmod(value.seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    fraction = f".{value.microseconds:06}" if value.microseconds else ""
+    return f"{sign}P{value.days}DT{hours:02}H{minutes:02}M{seconds:02}{fraction}S"
 
 
 def _headers(headers: object) -> tuple[Header, ...]:

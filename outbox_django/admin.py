@@ -147,7 +147,7 @@ class OutboxAdmin(OutboxAdminBase):
     def held(self, record: Outbox) -> str:
         """Return a link to a hold that keeps the record."""
         hold: int | None = getattr(record, "hold", None)
-        return "-" if hold is None else _link("hold", hold, "a hold")
+        return "-" if hold is None else _link(self.admin_site, "hold", hold, "a hold")
 
     @admin.display(description="in flight")
     def in_flight(self, record: Outbox) -> str:
@@ -241,7 +241,7 @@ class HoldAdmin(HoldAdminBase):
     @admin.display(description="record", ordering="record_id")
     def record(self, hold: Hold) -> str:
         """Return a link to the held record."""
-        return "-" if hold.record_id is None else _link("outbox", hold.record_id, str(hold.record_id))
+        return "-" if hold.record_id is None else _link(self.admin_site, "outbox", hold.record_id, str(hold.record_id))
 
     @admin.display(description="records kept")
     def kept(self, hold: Hold) -> int:
@@ -282,7 +282,7 @@ class HoldAdmin(HoldAdminBase):
         del post_url_continue
         text = f"It was held already: {obj}." if obj.was_held else f"Held: {obj}."
         self.message_user(request, text, messages.WARNING if obj.was_held else messages.SUCCESS)
-        return HttpResponseRedirect(reverse("admin:outbox_django_hold_changelist"))
+        return HttpResponseRedirect(reverse("admin:outbox_django_hold_changelist", current_app=self.admin_site.name))
 
     def get_form(self, request: HttpRequest, obj: Hold | None = None, change: bool = False, **kwargs: Any) -> Any:
         """Return the form, in which key and reason are optional and each field is one line."""
@@ -411,8 +411,9 @@ def _check_topic(topic: str) -> None:
         raise ValidationError("This is not a topic name that Kafka accepts: a-z A-Z 0-9 . _ - up to 249 characters.")
 
 
-def _link(model: str, pk: int, text: str) -> str:
-    return format_html('<a href="{}">{}</a>', reverse(f"admin:outbox_django_{model}_change", args=[pk]), text)
+def _link(site: admin.AdminSite, model: str, pk: int, text: str) -> str:
+    address = reverse(f"admin:outbox_django_{model}_change", args=[pk], current_app=site.name)  # of several sites
+    return format_html('<a href="{}">{}</a>', address, text)
 
 
 def as_text(value: Any) -> str:

@@ -6,11 +6,13 @@ from contextlib import closing
 from datetime import timedelta
 
 import pytest
+from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission
 from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
+from django.urls import path
 from django.utils import timezone
 
 import outbox_django as outbox
@@ -164,6 +166,25 @@ def test_admin_links_records_and_holds(admin_client):
     assert "deletelink" not in shown
     assert admin_client.post(f"{_HOLDS}{held.pk}/delete/", {"post": "yes"}).status_code == 403
     assert "delete_selected" not in admin_client.get(_HOLDS).content.decode()
+
+
+ops = admin.AdminSite("ops")
+for model in (Outbox, Hold):
+    ops.register(model, type(admin.site.get_model_admin(model)))
+urlpatterns = [path("admin/", admin.site.urls), path("ops/", ops.urls)]
+
+
+def test_a_second_admin_site_stays_its_own(admin_client, settings):
+    """Links and redirects of another site than `admin` lead to that site."""
+    settings.ROOT_URLCONF = __name__
+    held = refuse(stash("held"))
+    page = admin_client.get("/ops/outbox_django/outbox/").content.decode()
+    assert f'href="/ops/outbox_django/hold/{held.pk}/change/"' in page
+    shown = admin_client.get(f"/ops/outbox_django/hold/{held.pk}/change/").content.decode()
+    assert f'href="/ops/outbox_django/outbox/{held.record_id}/change/"' in shown
+    assert 'href="/admin/' not in shown
+    add = {"kafka_topic": "t", "kafka_key": "", "reason": ""}
+    assert admin_client.post("/ops/outbox_django/hold/add/", add).headers["Location"] == "/ops/outbox_django/hold/"
 
 
 def test_admin_says_what_it_has_not_done(admin_client):

@@ -1,8 +1,9 @@
 """OutboxRecord: accepted values, the form in which it keeps them, and refusals."""
 
+import dataclasses
 import json
 from dataclasses import FrozenInstanceError
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum, IntEnum, StrEnum
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from outbox_core.errors import InvalidRecord, OutboxError
 from outbox_core.record import Header, OutboxRecord
@@ -285,3 +287,52 @@ def test_errors_are_ours_and_value_errors():
     """A bad record's error is both the library's and a ValueError."""
     assert issubclass(InvalidRecord, OutboxError)
     assert issubclass(InvalidRecord, ValueError)
+
+
+class Colour(Enum):
+    """An Enum that is no text itself."""
+
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Line:
+    """A value as applications have them."""
+
+    product: UUID
+    colour: Colour
+
+
+class Basket(BaseModel):
+    """A model as FastAPI's applications have them."""
+
+    lines: list[int]
+    left: timedelta
+
+
+LAZY = type("__proxy__", (), {"__str__": lambda _: "later"})()
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (Colour.RED, '"red"'),
+        (Line(UUID(int=1), Colour.RED), '{"product":"00000000-0000-0000-0000-000000000001","colour":"red"}'),
+        ([Basket(lines=[1], left=timedelta(seconds=90))], '[{"lines":[1],"left":"PT1M30S"}]'),
+        (timedelta(days=1, seconds=3723, microseconds=5), '"P1DT01H02M03.000005S"'),
+        (-timedelta(minutes=1), '"-P0DT00H01M00S"'),
+        (LAZY, '"later"'),
+    ],
+)
+def test_values_of_applications(value, written):
+    """Enums, dataclasses, models of pydantic, durations and lazy texts are written as JSON, also within others."""
+    assert OutboxRecord("t", "k", value).value == written
+    assert OutboxRecord("t", "k", {"in": [value]}).value == f'{{"in":[{written}]}}'
+
+
+def test_a_set_says_what_to_write():
+    """What has no order is refused, with what to write instead; a topic of another type is named with it."""
+    with pytest.raises(InvalidRecord, match="set is not JSON serializable; make a list of it"):
+        OutboxRecord("t", "k", {1, 2})
+    with pytest.raises(InvalidRecord, match="got int 5"):
+        OutboxRecord(5)
