@@ -328,18 +328,18 @@ class HarvestConfig(Settings):
 
     def producer_settings(self) -> dict[str, Any]:
         """Return the librdkafka settings of the producer that publishes."""
-        settings = kafka_settings.build_producer_settings(
+        # At least once, a standby's may be idle for weeks, and something between drop its connections without a word:
+        # the client notices at the first request, and by default after a minute.
+        silence = max(_SOCKET_TIMEOUT, self.delivery_timeout)
+        return {"socket.timeout.ms": silence // timedelta(milliseconds=1), **self._publishing_settings()}
+
+    def _publishing_settings(self) -> dict[str, Any]:
+        return kafka_settings.build_producer_settings(
             self._merged,
             name=self.name,
             delivery_timeout=self.delivery_timeout,
             max_in_flight_records=self.limits.max_in_flight_records,
         )
-        if self.delivery == "at-least-once":
-            # A standby's producer may be idle for weeks, and something between drop its connections without a word: the
-            # client notices at the first request, and by default after a minute. (A transaction has its own time.)
-            silence = max(_SOCKET_TIMEOUT, self.delivery_timeout)
-            settings.setdefault("socket.timeout.ms", silence // timedelta(milliseconds=1))
-        return settings
 
     def neli_settings(self, group_id: str) -> dict[str, Any]:
         """Return the librdkafka settings of the election's clients, without `producer_kafka_config`."""
@@ -387,7 +387,7 @@ class HarvestConfig(Settings):
         return {
             # A topic that does not exist holds up its transaction no longer than this.
             "topic.metadata.propagation.max.ms": 5000,
-            **self.producer_settings(),
+            **self._publishing_settings(),
             "transactional.id": transactional_id,
             "transaction.timeout.ms": timeout,
             "delivery.timeout.ms": timeout * 2 // 3,

@@ -135,7 +135,7 @@ class Parts:
         from outbox_core.stores.postgres.notify import CommitNotices
 
         config = self._config
-        table = config.outbox_table if self._found is None else self._found.quoted
+        table = config.outbox_table if self._found is None else str(self._found)
         notices = CommitNotices(config.data_source, table, application_name=self._application_name)
         return CommitListener(notices, commits)
 

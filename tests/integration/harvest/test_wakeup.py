@@ -100,7 +100,8 @@ def test_without_the_trigger(scene, make_topic, caplog):
     """A missing trigger is logged with the remedy, and harvesting goes on by polling."""
     topic = make_topic()
     with caplog.at_level(logging.WARNING), scene.running(config={"notify": True}) as harvester:
-        wait_until(lambda: "outbox schema --table outbox --notify" in caplog.text, "the missing trigger is named")
+        remedy = "outbox schema --table public.outbox --notify"
+        wait_until(lambda: remedy in caplog.text, "the missing trigger is named")
         scene.stash(OutboxRecord(topic=topic, key="k", value=b"x"))
         wait_until(lambda: scene.count() == 0, "the record is found")
         assert not harvester._commits.is_reliable
