@@ -11,15 +11,14 @@ ABORTED_TRANSACTION = "25P02"
 
 def plain_cursor(connection: Any) -> Any:
     """Make a cursor with placeholders `%s`, whose rows are tuples, whatever its connection makes for its owner."""
-    connection = getattr(connection, "driver_connection", None) or connection  # of an SQLAlchemy pool
-    psycopg = sys.modules.get("psycopg")
-    if psycopg is not None and isinstance(connection, psycopg.Connection):
-        is_raw = issubclass(connection.cursor_factory, psycopg.RawCursor)
-        make = psycopg.Cursor if is_raw else connection.cursor_factory
-        return make(connection, row_factory=psycopg.rows.tuple_row)
-    psycopg2 = sys.modules.get("psycopg2.extensions")
-    if psycopg2 is not None and isinstance(connection, psycopg2.connection):
-        return connection.cursor(cursor_factory=psycopg2.cursor)
+    psycopg, psycopg2 = sys.modules.get("psycopg"), sys.modules.get("psycopg2.extensions")
+    for each in (connection, getattr(connection, "driver_connection", None)):  # the latter of an SQLAlchemy pool
+        if psycopg is not None and isinstance(each, psycopg.Connection):
+            is_raw = issubclass(each.cursor_factory, psycopg.RawCursor)
+            make = psycopg.Cursor if is_raw else each.cursor_factory
+            return make(each, row_factory=psycopg.rows.tuple_row)
+        if psycopg2 is not None and isinstance(each, psycopg2.connection):
+            return each.cursor(cursor_factory=psycopg2.cursor)
     return connection.cursor()
 
 
