@@ -35,7 +35,10 @@ def postgres_connection(alias: str) -> BaseDatabaseWrapper:
             f"database alias {alias!r} is not in DATABASES; it has {', '.join(map(repr, connections))}"
         ) from None
     if connection.vendor != "postgresql":
-        raise InvalidConfig(f"database {alias!r} is {connection.vendor}; the outbox needs PostgreSQL")
+        raise InvalidConfig(
+            f"database {alias!r} is {connection.vendor}; the outbox needs PostgreSQL. In tests use `in_memory_outbox`, "
+            "for a whole suite by an autouse fixture (docs/how-to-testing.md)"
+        )
     return connection
 
 
@@ -100,7 +103,7 @@ def connection_in_transaction(alias: str, verb: str, subject: str) -> BaseDataba
     if not connection.in_atomic_block and connection.get_autocommit():
         raise TransactionRequired(
             f"{verb} on database {alias!r} outside a transaction: the {subject} would not be atomic with your data. "
-            f"Put both inside `with transaction.atomic({'' if alias == 'default' else f'using={alias!r}'}):`, or set "
-            "ATOMIC_REQUESTS"
+            f"Put both inside `with transaction.atomic({'' if alias == 'default' else f'using={alias!r}'}):`"
+            f"{'' if connection.settings_dict['ATOMIC_REQUESTS'] else ', or set ATOMIC_REQUESTS'}"
         )
     return connection
