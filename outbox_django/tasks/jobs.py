@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
+from django.apps import apps
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
@@ -109,16 +111,24 @@ class Job:
 
 
 def import_task(path: str) -> Task[..., Any]:
-    """Return the task at a path; InvalidJob if something else is there, ImportError if nothing is.
+    """Return the task at a path; InvalidJob if it can be none, ImportError if nothing is there, in this code at least.
 
-    Writers of the message topic may name any module, also one that runs a program and would end the worker.
+    Writers of the message topic may name any module, and what is imported is run. So only modules of installed
+    applications are, unless this process has imported them anyhow.
     """
+    module, _, name = path.rpartition(".")
     if "__main__" in path.split("."):
         raise InvalidJob(f"{path} is in a program, not a task")
-    try:
-        found = import_string(path)
-    except SystemExit as error:
-        raise InvalidJob(f"{path} is no task: its module exits") from error
+    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if found is None:
+        if not any(f"{module}.".startswith(f"{config.name}.") for config in apps.get_app_configs()):
+            raise InvalidJob(f"{path} is no task of an installed application, and this process has not imported it")
+        try:
+            found = import_string(path)
+        except Exception:
+            raise
+        except BaseException as error:  # SystemExit, say, or one of the module's own: it must not end the worker
+            raise InvalidJob(f"{path} is no task: its module raises {type(error).__name__}") from error
     if not isinstance(found, Task):
         raise InvalidJob(f"{path} is a {type(found).__name__}, not a task")
     return found

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 
 import django
 from django.conf import settings
@@ -54,8 +55,9 @@ def main():
             }
         },
     )
+    django.setup()
+    import_module("tests.integration.django.sample_tasks")  # which is of no installed application
     if sys.argv[1] == "enqueue":
-        django.setup()
         enqueue(sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
     else:
         execute_from_command_line(["manage.py", *sys.argv[1:]])

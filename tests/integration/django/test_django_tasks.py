@@ -467,8 +467,8 @@ def test_a_task_that_never_runs():
     result = sample_tasks.noop.enqueue()
     row = Outbox.objects.latest("id")
     job = json.loads(bytes(row.kafka_value))
-    Result.objects.filter(pk=result.id).update(task_path=f"{_MODULE}.of_tomorrow")
-    payload = json.dumps({**job, "task": f"{_MODULE}.of_tomorrow"}).encode()
+    Result.objects.filter(pk=result.id).update(task_path="outbox_django.tasks.of_tomorrow")
+    payload = json.dumps({**job, "task": "outbox_django.tasks.of_tomorrow"}).encode()
     for attempt, status in ((1, "READY"), (2, "FAILED")):
         with pytest.raises(ImportError):
             _run(attempt=attempt, max_attempts=2, payload=payload)
@@ -544,7 +544,7 @@ def test_a_message_with_the_id_of_another_task():
         result.refresh()
         assert (result.status, result.errors) == (TaskResultStatus.READY, [])
     with pytest.raises(ImportError):
-        _run(max_attempts=1, payload=json.dumps({**job, "task": "nowhere.at_all"}).encode())
+        _run(max_attempts=1, payload=json.dumps({**job, "task": "outbox_django.tasks.nowhere"}).encode())
     result.refresh()
     assert (result.status, result.errors) == (TaskResultStatus.READY, [])
     _run()
@@ -598,7 +598,7 @@ _MODULE = "tests.integration.django.sample_tasks"
         (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "enqueued_at": "today"}), Reject),
         (json.dumps({**_JOB, "task": "unittest.__main__.main"}), Reject),
         # An older worker may meet a newer task: another may know it.
-        (json.dumps({**_JOB, "task": f"{_MODULE}.of_tomorrow"}), ImportError),
+        (json.dumps({**_JOB, "task": "outbox_django.tasks.of_tomorrow"}), ImportError),
     ],
 )
 def test_messages_that_are_no_tasks(payload, raised):
@@ -608,13 +608,30 @@ def test_messages_that_are_no_tasks(payload, raised):
         _run(payload=payload if isinstance(payload, bytes) else payload.encode())
 
 
-def test_a_module_that_exits_ends_no_worker(tmp_path, monkeypatch):
-    """A message that names a module which exits when it is imported is rejected."""
-    (tmp_path / "exiting_program.py").write_text("raise SystemExit(3)")
+def test_a_message_imports_no_module_of_its_choice(tmp_path, monkeypatch):
+    """A message that names a module of no installed application is rejected, and the module is not run."""
+    (tmp_path / "some_program.py").write_text("raise AssertionError('it was run')")
     monkeypatch.syspath_prepend(tmp_path)
     sample_tasks.noop.enqueue()
-    with pytest.raises(Reject, match="its module exits"):
-        _run(payload=json.dumps({**_JOB, "task": "exiting_program.main"}).encode())
+    with pytest.raises(Reject, match=r"some_program\.main is no task of an installed application"):
+        _run(payload=json.dumps({**_JOB, "task": "some_program.main"}).encode())
+    assert "some_program" not in sys.modules
+
+
+@pytest.mark.parametrize("error", ["SystemExit(3)", "KeyboardInterrupt", "type('Own', (BaseException,), {})"])
+def test_a_module_that_ends_programs_ends_no_worker(tmp_path, monkeypatch, settings, error):
+    """A module of an installed application that raises more than an Exception when it is imported is no task's."""
+    (tmp_path / "ending_app").mkdir()
+    (tmp_path / "ending_app" / "__init__.py").touch()
+    (tmp_path / "ending_app" / "jobs.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.INSTALLED_APPS = [*settings.INSTALLED_APPS, "ending_app"]
+    sample_tasks.noop.enqueue()
+    try:
+        with pytest.raises(Reject, match=r"ending_app\.jobs\.main is no task: its module raises"):
+            _run(payload=json.dumps({**_JOB, "task": "ending_app.jobs.main"}).encode())
+    finally:
+        sys.modules.pop("ending_app", None)
 
 
 @pytest.mark.parametrize(
