@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from outbox_core.console.access import User
@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 _MOST_REQUESTS = 32
 _CLIENT_SECONDS = 15.0
 _REQUEST_SECONDS = 30.0
+_HEAD_SECONDS = 5.0
+_PLACE_SECONDS = 0.5
 _TICK_SECONDS = 0.2
 _TEXT = (("Content-Type", "text/plain; charset=utf-8"), ("Server", "kafka-outbox"))
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\[\]@/:]+)(?::[0-9]+)?")
@@ -39,6 +41,13 @@ class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the name in the base class
         """Log without the query, in which keys may stand."""
         _log.debug("%s %s", self.address_string(), printable(format % args).partition("?")[0])
+
+    def parse_request(self) -> bool:
+        """Read the head; who has sent it is no idle client."""
+        is_whole = super().parse_request()
+        if is_whole:
+            cast("_Server", self.server).head_has_come(self.connection)
+        return is_whole
 
     def handle(self) -> None:
         """Answer one request; a client that is too slow, or gone, is no error."""
@@ -55,6 +64,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int) -> None:
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
         self._begun: dict[Any, float] = {}  # by connection
+        self._idle: dict[Any, float] = {}  # those whose head has not come, the oldest first
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -67,22 +77,35 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread, if there are not too many."""
-        if not self._slots.acquire(blocking=False):
+        if not self._slots.acquire(blocking=False) and not self._take_place():
             self.shutdown_request(request)
             return
-        self._begun[request] = time.monotonic()
+        self._begun[request] = self._idle[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except Exception:  # no thread can be had
             self._end(request)
             raise
 
+    def _take_place(self) -> bool:
+        """Take the place of the oldest client that has not sent the head of its request; return False if none has."""
+        oldest = next(iter(self._idle.copy()), None)
+        if oldest is None:
+            return False
+        _end_reading(oldest)
+        return self._slots.acquire(timeout=_PLACE_SECONDS)
+
+    def head_has_come(self, request: Any) -> None:
+        """Note that the head of a request was read: it keeps its place."""
+        self._idle.pop(request, None)
+
     def service_actions(self) -> None:
         """End requests that do not come to their end: a byte now and then must not keep others out."""
-        for request, begun in self._begun.copy().items():
-            if time.monotonic() - begun > _REQUEST_SECONDS:
-                with suppress(OSError):
-                    request.shutdown(socket.SHUT_RD)  # an answer may go on
+        time_ = time.monotonic()
+        for requests, seconds in ((self._begun, _REQUEST_SECONDS), (self._idle, _HEAD_SECONDS)):
+            for request, begun in requests.copy().items():
+                if time_ - begun > seconds:
+                    _end_reading(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and let another one in."""
@@ -93,12 +116,18 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def _end(self, request: Any) -> None:
         self._begun.pop(request, None)
+        self._idle.pop(request, None)
         self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what failed."""
         del request
         _log.debug("no answer to %s", client_address, exc_info=True)
+
+
+def _end_reading(request: Any) -> None:
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RD)  # an answer may go on
 
 
 class ConsoleServer:

@@ -4,7 +4,7 @@ import logging
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from confluent_kafka import Producer
@@ -153,6 +153,18 @@ def listening(console):
         finally:
             server.stop()
             thread.join()
+
+
+def test_idle_clients_keep_nobody_out(console):
+    """However many connect and send half a request, who sends a whole one is answered."""
+    with listening(console) as port, ExitStack() as idle:
+        for turn in range(5):
+            for _ in range(40):
+                client = idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+                client.sendall(b"GET /api/session HTT")
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                client.sendall(b"GET /api/session HTTP/1.0\r\nHost: localhost\r\n\r\n")
+                assert client.recv(100).startswith(b"HTTP/1.0 200"), turn
 
 
 def test_a_byte_now_and_then_is_no_request(console, monkeypatch):

@@ -217,6 +217,7 @@ def test_login_with_a_token(scene):
 
         assert log_in("another token of the test")[0] == 401
         assert log_in("ü")[0] == 401
+        assert log_in([{}] * 10_000)[0] == 413, "it is not taken apart"
         assert browser.get("records")[0] == 401
         status, document = log_in(TOKEN, name="Ålice")
         assert (status, document) == (200, {"user": {"name": "Ålice", "permissions": ["view"]}})
