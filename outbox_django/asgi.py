@@ -1,7 +1,7 @@
 """ASGI's lifespan for a Django project, whose own application has none.
 
     # asgi.py
-    embedded = EmbeddedHarvester(harvest_config(outbox_settings(), stash_alias()))
+    embedded = EmbeddedHarvester(harvest_config())
     application = with_lifespan(get_asgi_application(), embedded)
 
 The context is entered when the server starts and left when it shuts down. See `docs/how-to-embedding.md`.

@@ -17,7 +17,6 @@ from django.core.checks import CheckMessage, Error
 from django.core.checks import Warning as CheckWarning
 from django.db import DEFAULT_DB_ALIAS, connections, router
 from django.db.migrations.recorder import MigrationRecorder
-from django.utils.connection import ConnectionDoesNotExist
 
 from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_core.schema import INBOX_COLUMNS, REQUIRED_COLUMNS, hold_beside
@@ -69,19 +68,24 @@ def _settings_error(problem: Problem) -> Error:
 def check_databases(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
     """Check the database that `stash` writes to, without connecting: E004 and E005."""
     del app_configs
-    if _readable_settings() is None:
+    current = _readable_settings()
+    if current is None:
         return []
-    alias = stash_alias()
-    try:
-        vendor = connections[alias].vendor
-    except ConnectionDoesNotExist:
-        return [
-            Error(
-                f"OUTBOX['DATABASE'] is {alias!r}, which is no alias of DATABASES.",
-                hint=f"The aliases are {', '.join(map(repr, connections))}.",
-                id="outbox_django.E004",
-            )
-        ]
+    direct = current.direct_database
+    named = {"DATABASE": stash_alias()} | ({} if direct is None else {"DIRECT_DATABASE": direct})
+    wrong: list[CheckMessage] = [
+        Error(
+            f"OUTBOX[{key!r}] is {alias!r}, which is no alias of DATABASES.",
+            hint=f"The aliases are {', '.join(map(repr, connections))}.",
+            id="outbox_django.E004",
+        )
+        for key, alias in named.items()
+        if alias not in connections
+    ]
+    if wrong:
+        return wrong
+    alias = named["DATABASE"]
+    vendor = connections[alias].vendor
     if vendor == "postgresql":
         return []
     return [

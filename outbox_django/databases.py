@@ -21,8 +21,20 @@ def write_alias(model: str) -> str:
     return outbox_settings().database or router.db_for_write(apps.get_model("outbox_django", model))
 
 
+def direct_alias(given: str | None = None, model: str = "Outbox") -> str:
+    """Return the alias by which harvesters, commands and the console reach the database that applications write to.
+
+    Where those go through a pooler of transactions it is `OUTBOX["DIRECT_DATABASE"]`. Another alias that is `given`, by
+    --database say, counts as it is.
+    """
+    written = write_alias(model)
+    return given if given and given != written else outbox_settings().direct_database or written
+
+
 def option_of(alias: str) -> str:
     """Return the value of --database that leads every command to this alias, `migrate` included; "" if none does."""
+    if alias == outbox_settings().direct_database:
+        alias = write_alias("Outbox")  # which `direct_alias` replaces
     return "" if alias == DEFAULT_DB_ALIAS == write_alias("Outbox") else alias
 
 

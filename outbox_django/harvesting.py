@@ -18,7 +18,7 @@ from outbox_core.config import HarvestConfig
 from outbox_core.config.names import PER_RUN, Path, django_key, option
 from outbox_core.config.problems import InvalidSettings
 from outbox_core.errors import InvalidConfig
-from outbox_django.databases import write_alias
+from outbox_django.databases import direct_alias
 from outbox_django.settings import OutboxSettings, outbox_settings
 
 __all__ = ["data_source", "harvest_config"]
@@ -46,7 +46,7 @@ def harvest_config(
         InvalidConfig: naming every setting that is wrong.
     """
     current = current or outbox_settings()
-    alias = alias or write_alias("Outbox")
+    alias = direct_alias(alias)
     values: dict[str, Any] = {"data_source": data_source(alias), "outbox_table": current.table.quoted}
     for name, key in _KEY_OF_FIELD.items():
         value = getattr(current, key.lower())

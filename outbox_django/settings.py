@@ -43,6 +43,7 @@ class OutboxSettings:
     """
 
     database: str | None = None
+    direct_database: str | None = None
     table: TableName = _DEFAULT_TABLE_NAME
     inbox_table: TableName = _DEFAULT_INBOX_TABLE_NAME
     layout: Literal["binary", "text"] = "binary"
@@ -260,6 +261,7 @@ def _named(value: object, what: str) -> Mapping[str, Any]:
 
 _READERS: dict[str, Callable[[object], Any]] = {
     "DATABASE": _alias,
+    "DIRECT_DATABASE": _alias,
     "TABLE": _table,
     "INBOX_TABLE": _table,
     "LAYOUT": _layout,

@@ -20,10 +20,9 @@ from django.urls import reverse
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 
 from outbox_core.errors import OutboxError
-from outbox_django.databases import option_of
+from outbox_django.databases import direct_alias, option_of
 from outbox_django.models import Hold
 from outbox_django.settings import outbox_settings
-from outbox_django.stashing import stash_alias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +84,7 @@ class _Kept:
         from outbox_core.doctor.findings import ManagePy
         from outbox_django.harvesting import data_source, harvest_config
 
-        alias, current = stash_alias(), outbox_settings()
+        alias, current = direct_alias(), outbox_settings()
         known = alias, data_source(alias), current
         with self._lock:
             if self._console is None or self._settings != known:

@@ -10,10 +10,9 @@ from django.core.management.base import CommandParser
 from outbox_core.cli.doctor import DOCTOR_DESCRIPTION, DOCTOR_EPILOG, add_doctor_arguments, run_doctor
 from outbox_core.cli.harvest import add_source_arguments, overrides_from
 from outbox_core.doctor.findings import ManagePy
-from outbox_django.databases import option_of
+from outbox_django.databases import direct_alias, option_of
 from outbox_django.management.doors import Door, add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
-from outbox_django.stashing import stash_alias
 
 
 class Command(Door):
@@ -33,7 +32,7 @@ class Command(Door):
         with command_errors():
             from outbox_django.harvesting import harvest_config
 
-            alias = options["database"] or stash_alias()
+            alias = direct_alias(options["database"])
             config = harvest_config(outbox_settings(), alias, overrides_from(options))
             commands = ManagePy(option_of(alias), options["table"] or "")
             exit_code = run_doctor(config, self.stdout, options, commands)

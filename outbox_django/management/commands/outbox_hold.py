@@ -24,7 +24,7 @@ from outbox_core.cli.hold import (
 from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
 from outbox_core.schema import TableName
-from outbox_django.databases import pinned_search_path, postgres_connection, sqlstate, write_alias
+from outbox_django.databases import direct_alias, pinned_search_path, postgres_connection, sqlstate
 from outbox_django.management.doors import Door, add_place_arguments
 from outbox_django.settings import outbox_settings
 
@@ -59,7 +59,7 @@ class Command(Door):
         desk = Desk(self.stdout, self.stderr, asker(), "manage.py outbox_hold")
         try:
             name = TableName.parse(options["table"]) if options.get("table") else outbox_settings().table
-            connection = postgres_connection(options.get("database") or write_alias("Outbox"))
+            connection = postgres_connection(direct_alias(options.get("database")))
             with pinned_search_path(connection, name, LOCK_TIMEOUT) as found:
                 run_action(connection, Holds(found, operator()), options, desk)
         except NotConfirmed as error:

@@ -7,9 +7,9 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from outbox_core.cli.peek import DESCRIPTION, add_peek_arguments, run_peek
+from outbox_django.databases import direct_alias
 from outbox_django.management.doors import Door, add_place_arguments, command_errors
 from outbox_django.settings import outbox_settings
-from outbox_django.stashing import stash_alias
 
 
 class Command(Door):
@@ -29,4 +29,4 @@ class Command(Door):
             from outbox_django.harvesting import data_source
 
             table = options["table"] or outbox_settings().table.quoted
-            run_peek(data_source(options["database"] or stash_alias()), table, options, self.stdout)
+            run_peek(data_source(direct_alias(options["database"])), table, options, self.stdout)

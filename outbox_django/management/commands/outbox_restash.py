@@ -14,10 +14,9 @@ from outbox_core.cli.restash import DESCRIPTION, add_arguments, parse_time, run_
 from outbox_core.errors import OutboxError
 from outbox_core.retention.archive import Archive
 from outbox_core.schema import TableName
-from outbox_django.databases import pinned_search_path, postgres_connection
+from outbox_django.databases import direct_alias, pinned_search_path, postgres_connection
 from outbox_django.management.doors import Door, add_place_arguments
 from outbox_django.settings import outbox_settings
-from outbox_django.stashing import stash_alias
 
 
 class Command(Door):
@@ -38,7 +37,7 @@ class Command(Door):
                 options[name] = _time(options[name])
         try:
             outbox = TableName.parse(options["table"]) if options["table"] else outbox_settings().table
-            connection = postgres_connection(options["database"] or stash_alias())
+            connection = postgres_connection(direct_alias(options["database"]))
             with pinned_search_path(connection, outbox) as found:
                 report = run_restash(connection, Archive(found, operator()), argparse.Namespace(**options))
         except OutboxError as error:

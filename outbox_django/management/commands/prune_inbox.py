@@ -11,7 +11,7 @@ from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
 from outbox_core.cli.inbox import add_prune_arguments, parse_age, report
 from outbox_core.errors import OutboxError
 from outbox_core.schema import TableName
-from outbox_django.databases import pinned_search_path, postgres_connection, sqlstate, write_alias
+from outbox_django.databases import direct_alias, pinned_search_path, postgres_connection, sqlstate
 from outbox_django.inbox import InboxTable
 from outbox_django.management.doors import Door
 from outbox_django.settings import outbox_settings
@@ -38,7 +38,7 @@ class Command(Door):
         del args
         try:
             name = TableName.parse(options["table"]) if options["table"] else outbox_settings().inbox_table
-            connection = postgres_connection(options["database"] or write_alias("Inbox"))
+            connection = postgres_connection(direct_alias(options["database"], "Inbox"))
             given = options["older_than"]  # text, if it comes as a keyword argument of call_command
             age = parse_age(given) if isinstance(given, str) else given
             with pinned_search_path(connection, name) as found:

@@ -82,7 +82,7 @@ def test_settings_are_read_only(settings):
         (["DATABASE"], "E001", "OUTBOX must be a dict, got list"),
         ({"TABEL": "outbox"}, "E002", "OUTBOX['TABEL'] is no setting. Did you mean 'TABLE'?"),
         ({"kafka": {}}, "E002", "Did you mean 'KAFKA'?"),
-        ({"zzz": 1}, "E002", "The keys are DATABASE, TABLE"),
+        ({"zzz": 1}, "E002", "The keys are DATABASE, DIRECT_DATABASE, TABLE"),
         ({1: 2}, "E002", "OUTBOX[1] is no setting"),
         ({"DATABASE": None}, "E003", "OUTBOX['DATABASE']: expected a non-empty str, got None"),
         ({"TABLE": "a.b.c"}, "E003", "OUTBOX['TABLE']: 'a.b.c' is not a table name"),
@@ -101,6 +101,7 @@ def test_settings_are_read_only(settings):
             "expected an alias of DATABASES, got a connection string",
         ),
         ({"DATABASE": "nowhere"}, "E004", "OUTBOX['DATABASE'] is 'nowhere', which is no alias of DATABASES."),
+        ({"DIRECT_DATABASE": "nowhere"}, "E004", "OUTBOX['DIRECT_DATABASE'] is 'nowhere', which is no alias"),
     ],
 )
 def test_what_is_wrong_is_named(settings, outbox, number, said):

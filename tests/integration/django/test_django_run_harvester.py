@@ -14,6 +14,7 @@ from django.db import connections
 from psycopg.conninfo import conninfo_to_dict
 
 from outbox_core.errors import InvalidConfig
+from outbox_django.databases import direct_alias, option_of, write_alias
 from outbox_django.harvesting import data_source, harvest_config
 from outbox_django.management.commands import outbox_peek
 from outbox_django.settings import outbox_settings
@@ -184,6 +185,18 @@ def test_the_command_runs_the_harvester(alias, settings, started):
     call_command("run_harvester")
     ((config, drain),) = started
     assert (config.data_source, config.outbox_table, drain) == ("dbname=shop", '"outbox"', False)
+
+
+def test_the_direct_way_to_the_database(alias, settings, started):
+    """Behind a pooler of transactions harvester, commands and console take the direct alias, if no other is given."""
+    direct, applications = alias(NAME="direct"), "default"
+    settings.OUTBOX = {"DIRECT_DATABASE": direct, "KAFKA": {"bootstrap.servers": "kafka:9092"}}
+    for given in ([], ["--database", applications]):
+        call_command("run_harvester", *given)
+        assert started.pop()[0].data_source == "dbname=direct"
+    assert [write_alias("Outbox"), direct_alias(), direct_alias("another")] == [applications, direct, "another"]
+    assert option_of(direct) == "", "commands need no option"
+    assert harvest_config().data_source == "dbname=direct"
 
 
 def test_options_win_over_settings(alias, settings, started):
