@@ -18,6 +18,7 @@ from outbox_core.errors import InvalidConfig, MissingExtra
 
 _OURS = ("outbox_core", "outbox_spark")
 _DRIVER_ONLY = {"pyspark", "pandas"}
+_CODE = {".py", ".html"}  # tasks are run by modules, of which one has a page beside it
 _NOT_NEEDED = {"__pycache__", "include", "tests"}
 _OF_REGISTRIES = {"avro", "protobuf", "schemaregistry"}  # extras of confluent-kafka
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[([^\]]*)\])?")
@@ -45,7 +46,8 @@ def _files() -> Iterator[tuple[Path, str]]:
         # By its folder: an editable install lists no files.
         (folder,) = importlib.util.find_spec(package).submodule_search_locations  # type: ignore[misc, union-attr]
         for file in Path(folder).rglob("*"):
-            if file.is_file() and not _NOT_NEEDED.intersection(file.parts):
+            # Nothing else: a file of secrets may lie in a working copy.
+            if file.suffix in _CODE and file.is_file() and not _NOT_NEEDED.intersection(file.parts):
                 yield file, f"{package}/{file.relative_to(folder)}"
     for distribution in _distributions():
         for listed in distribution.files or ():

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import py4j
@@ -26,6 +27,17 @@ def test_what_is_packed():
     assert any(name.startswith("confluent_kafka.libs/librdkafka") for name in names) or sys.platform != "linux"
     assert tops.isdisjoint({"pyspark", "pandas", "deltalake", "pyiceberg", "pytest", "__pycache__"})
     assert len(names) == len(set(names))
+
+
+def test_nothing_is_packed_but_code(monkeypatch, tmp_path):
+    """A file of secrets in the folder of a package stays there."""
+    (tmp_path / "outbox_core").mkdir()
+    for name in ("module.py", ".env", "secrets.yaml"):
+        (tmp_path / "outbox_core" / name).touch()
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "outbox_core")])
+    monkeypatch.setattr(pack.importlib.util, "find_spec", lambda _: found)
+    monkeypatch.setattr(pack, "_distributions", list)
+    assert {Path(name).name for _, name in pack._files()} == {"module.py"}
 
 
 def test_archive_that_cannot_be_written(tmp_path, capsys):
