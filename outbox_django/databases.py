@@ -57,11 +57,6 @@ def postgres_connection(alias: str) -> BaseDatabaseWrapper:
 _SET = "SELECT pg_catalog.set_config('search_path', %s, false), pg_catalog.set_config('lock_timeout', %s, false)"
 
 
-def sqlstate(error: Exception) -> str:
-    """Return the SQLSTATE of Django's error, of psycopg 3 or 2; '' if it has none."""
-    return getattr(error.__cause__, "sqlstate", None) or getattr(error.__cause__, "pgcode", None) or ""
-
-
 @contextmanager
 def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName, lock_timeout: str = "") -> Iterator[TableName]:
     """Find a table, and use no schema but `pg_catalog` within the block (see `outbox_core.stores.postgres.connection`).

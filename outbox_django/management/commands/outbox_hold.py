@@ -21,10 +21,11 @@ from outbox_core.cli.hold import (
     asker,
     run_action,
 )
+from outbox_core.drivers import sqlstate
 from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
 from outbox_core.schema import TableName
-from outbox_django.databases import direct_alias, pinned_search_path, postgres_connection, sqlstate
+from outbox_django.databases import direct_alias, pinned_search_path, postgres_connection
 from outbox_django.management.doors import Door, add_place_arguments
 from outbox_django.settings import outbox_settings
 

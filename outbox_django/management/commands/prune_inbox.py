@@ -9,9 +9,10 @@ from django.db import Error
 
 from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
 from outbox_core.cli.inbox import add_prune_arguments, parse_age, report
+from outbox_core.drivers import sqlstate
 from outbox_core.errors import OutboxError
 from outbox_core.schema import TableName
-from outbox_django.databases import direct_alias, pinned_search_path, postgres_connection, sqlstate
+from outbox_django.databases import direct_alias, pinned_search_path, postgres_connection
 from outbox_django.inbox import InboxTable
 from outbox_django.management.doors import Door
 from outbox_django.settings import outbox_settings
