@@ -66,7 +66,7 @@ class Parts:
         with closing(self.store()) as store:
             identity = Identity(store.check(), store.server_id())
             if self.store == self._postgres_store:
-                self._found = cast("PostgresStore", store).table.found[0]
+                self._found = cast("PostgresStore", store).table.found
         return identity
 
     def elector(self, identity: Identity, on_event: EventHandler) -> LeaderElector:

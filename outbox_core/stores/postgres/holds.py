@@ -66,7 +66,7 @@ class PostgresHolds:
             if not self._has_table and not self._find_table(warn=warn):
                 self._refuse_to_lose()
                 return None
-            parameters = {"outbox": table.layout().outbox, "name": table.found[1].quoted}
+            parameters = {"outbox": table.layout().outbox, "name": table.holds.quoted}
             connection = table.connected()
             known = self._version if self._version.connection is connection else _Version(connection)
             parameters |= {"number": known.number, "versions": known.checksum}  # type: ignore[dict-item]

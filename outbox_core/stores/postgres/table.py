@@ -74,11 +74,6 @@ _STATEMENTS = {
 _ALTERED = (errors.FeatureNotSupported, errors.UndefinedColumn, errors.UndefinedFunction, errors.DatatypeMismatch)
 
 
-def _with_holds(table: TableName) -> tuple[TableName, TableName]:
-    """Return a table and that of its holds, which is beside it: another one of that name may come first on the path."""
-    return table, hold_beside(table)
-
-
 class OutboxMissing(OutboxTableError):
     """The outbox table is not there."""
 
@@ -121,7 +116,7 @@ class OutboxTable:
         self.archives = archives
         self.name = TableName.parse(table)
         self.hold_name = hold_beside(self.name)
-        self.found = _with_holds(found or self.name)
+        self.found = found or self.name
         self.connection: Connection | None = None
         self.role = ""
         self._connect_to = data_source, application_name
@@ -136,10 +131,10 @@ class OutboxTable:
         """Return the connection; make another one if there is none."""
         if self.connection is None or self.connection.closed:
             # Found once: another session's path must not lead to another table.
-            names = () if self.found[0].schema else (self.name,)
+            names = () if self.found.schema else (self.name,)
             connection, found = connect_to_primary(*self._connect_to, *names, statement_timeout=self.statement_timeout)
             if found:
-                self.found = _with_holds(found[0])
+                (self.found,) = found
                 self._formatted.clear()
             self.role = connection.role
             try:
@@ -184,7 +179,12 @@ class OutboxTable:
     def found_outbox(self) -> TableName:
         """The table with its schema."""
         self.connected()
-        return self.found[0]
+        return self.found
+
+    @property
+    def holds(self) -> TableName:
+        """The table of holds beside the one that was found: another of that name may come first on the path."""
+        return hold_beside(self.found)
 
     @property
     def quoted_role(self) -> str:
@@ -229,16 +229,14 @@ class OutboxTable:
     @property
     def _secured_names(self) -> list[TableName]:
         """The tables of which a row that is not seen matters."""
-        table, holds = self.found
-        return [table, holds, *([archive_beside(table)] if self.archives else [])]
+        return [self.found, self.holds, *([archive_beside(self.found)] if self.archives else [])]
 
     def format(self, statement: str, **parts: object) -> str:
         """Fill in the parts of a statement, tables among them, and the tables that a connection has found."""
         self.connected()
         key = (statement, *parts.values())
         if key not in self._formatted:
-            table, holds = self.found
-            texts = {**sql.FRAGMENTS, "table": table, "holds": holds, **parts}
+            texts = {**sql.FRAGMENTS, "table": self.found, "holds": self.holds, **parts}
             self._formatted[key] = statement.format(**{part: _in_sql(text) for part, text in texts.items()})
         return self._formatted[key]
 
@@ -344,7 +342,7 @@ class OutboxTable:
             RightsMissing: if the role may not harvest it, or not read its holds.
             RowsHidden: if row level security hides rows of it, its holds or its archive.
         """
-        if not self.found[0].schema:
+        if not self.found.schema:
             self.close()  # another session may find it
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
@@ -402,7 +400,7 @@ class OutboxTable:
     def inspect_holds(self) -> tuple[bool, list[str]]:
         """Return True if the table of holds may be read, and the columns that it lacks; all, if it is missing."""
         self.connected()
-        rows = self.query(sql.INSPECT_HOLDS, (self.found[1].quoted,))
+        rows = self.query(sql.INSPECT_HOLDS, (self.holds.quoted,))
         may_read, columns = rows[0] if rows else (False, ())
         return may_read, [column for column in HOLD_COLUMNS if column not in columns]
 
@@ -416,7 +414,7 @@ class OutboxTable:
                 f"{quote(self.role)}, and name the table with its schema unless that is on the role's search path"
             )
         return OutboxMissing(
-            f"outbox table {self.found[0]} does not exist in database {self.connected().info.dbname}; make it with "
+            f"outbox table {self.found} does not exist in database {self.connected().info.dbname}; make it with "
             f"`outbox schema --table {self.name} --apply`, with Alembic or with `manage.py migrate`, or name the right "
             "one (--table, OUTBOX_TABLE, outboxTable, OUTBOX['TABLE'])"
         )
