@@ -173,13 +173,9 @@ def _make(client: Any, config: KafkaConfig) -> Any:
         settings["logger"] = _GuardedLogger(settings.get("logger") or _DebugLogger(_client_log, {}))
         return client(settings)
     except KafkaException as error:
-        token = guarded.get(_OAUTH)
-        raise _why_not_made(error.args[0], config, token.failure if token is not None else "") from None
+        raise _why_not_made(error.args[0], config, _because_of(guarded.get(_OAUTH))) from None
     except SystemError:  # of confluent-kafka, where a callback raises while the client is made
-        token = guarded.get(_OAUTH)
-        raise KafkaUnavailable(
-            f"a Kafka client cannot be made{_because(token.failure if token is not None else '')}"
-        ) from None
+        raise KafkaUnavailable(f"a Kafka client cannot be made{_because_of(guarded.get(_OAUTH))}") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise ClientRefused(f"Kafka settings: {error}") from None
 
@@ -191,14 +187,15 @@ def _why_not_made(cause: KafkaError, config: KafkaConfig, token_failure: str) ->
         return ClientExhausted(f"a Kafka client cannot be made: {cause.str()}; raise the process's limits")
     text = without_values(cause.str(), config)
     if cause.code() in _NO_TOKEN:
-        return KafkaUnavailable(f"cannot log in to Kafka: {text}{_because(token_failure)}")
+        return KafkaUnavailable(f"cannot log in to Kafka: {text}{token_failure}")
     return ClientRefused(f"Kafka settings: {text}{_suggestion(cause, config)}")
 
 
-def _because(token_failure: str) -> str:
+def _because_of(token: _Guarded | None) -> str:
+    """Return what the callback for tokens has raised, to follow an error; "" if nothing."""
     from outbox_core.config.redaction import redact
 
-    return f"; {_OAUTH} raised {redact(token_failure)}" if token_failure else ""
+    return f"; {_OAUTH} raised {redact(token.failure)}" if token is not None and token.failure else ""
 
 
 class _Guarded:
