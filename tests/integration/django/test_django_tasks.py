@@ -364,7 +364,7 @@ def test_a_connection_that_was_lost_between_two_tasks():
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
 def test_a_state_that_cannot_be_written_counts_no_attempt(monkeypatch, moment):
-    """What fails twice before the task begins, or after it, gives the message back with the same attempt."""
+    """A message whose state cannot be written, before the task begins or after it, is given back uncounted."""
     monkeypatch.setattr(worker, "_OUTAGE_PAUSE_SECONDS", 0.0)
 
     def refuse(*_):

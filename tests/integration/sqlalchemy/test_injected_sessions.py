@@ -139,7 +139,7 @@ def app(request, place):
 
 @pytest.mark.parametrize("key", ["k", None])
 def test_one_table_of_answers(app, place, key):
-    """What is refused keeps nothing, with a key or without; what is not is kept, and a repeat adds nothing."""
+    """A refused request keeps nothing, with a key or without; another is kept, and a repeat adds nothing."""
     for params in ({"status": 422}, {"way": "raise", "status": 409}):
         assert statuses(app, (key, params)) == [params["status"]]
         assert found(place) == ([], 0)

@@ -137,15 +137,21 @@ def test_functions_of_other_schemas_are_never_called(scene):
     notices.dispose()
 
 
-def test_tables_are_found_by_the_sessions_own_path(database):
-    """A table without a schema is found once by the search path, and kept although the path later finds another."""
+@pytest.fixture
+def second_on_path(database):
+    """A database whose outbox, with a row and its holds, is in the second schema of the path; and the way to it."""
     scene = Scene(database, "", layout=None)
     for schema in ("first", "second"):
         scene.execute(f"CREATE SCHEMA {schema}")
     scene.execute(create_table_sql(TableName("outbox", "second")))
     scene.execute(create_hold_sql(TableName("outbox", "second")))
     scene.execute("INSERT INTO second.outbox (kafka_topic) VALUES ('t')")
-    dsn = psycopg.conninfo.make_conninfo(database, options="-c search_path=first,second")
+    return scene, psycopg.conninfo.make_conninfo(database, options="-c search_path=first,second")
+
+
+def test_tables_are_found_by_the_sessions_own_path(second_on_path):
+    """A table without a schema is found once by the search path, and kept although the path later finds another."""
+    scene, dsn = second_on_path
     store = PostgresStore(dsn)
     assert store.check().endswith(".second.outbox")
     scene.execute(create_table_sql(TableName("outbox", "first")))
@@ -155,16 +161,10 @@ def test_tables_are_found_by_the_sessions_own_path(database):
     store.close()
 
 
-def test_all_stores_of_a_harvester_are_of_one_table(database):
+def test_all_stores_of_a_harvester_are_of_one_table(second_on_path):
     """A store that first connects when another outbox, or table of holds, comes earlier on the path is of the first."""
-    scene = Scene(database, "", layout=None)
-    for schema in ("first", "second"):
-        scene.execute(f"CREATE SCHEMA {schema}")
-    scene.execute(create_table_sql(TableName("outbox", "second")))
-    scene.execute(create_hold_sql(TableName("outbox", "second")))
-    scene.execute("INSERT INTO second.outbox (kafka_topic) VALUES ('t')")
+    scene, dsn = second_on_path
     scene.execute(create_hold_sql(TableName("outbox", "first")))
-    dsn = psycopg.conninfo.make_conninfo(database, options="-c search_path=first,second")
     parts = Parts(HarvestConfig(data_source=dsn), None, None, None)
     assert parts.identify().outbox.endswith(".second.outbox")
     scene.execute(create_table_sql(TableName("outbox", "first")))

@@ -42,7 +42,7 @@ def test_printable_json():
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_json_on_any_terminal(monkeypatch, encoding):
-    """What is written is JSON, in whatever encoding stdout is."""
+    """The output is JSON, whatever encoding stdout has."""
     stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
     monkeypatch.setattr("sys.stdout", stdout)
     document = {"key": "größe 中文 \U0001f600"}

@@ -331,7 +331,7 @@ def test_values_of_applications(value, written):
 
 
 def test_a_set_says_what_to_write():
-    """What has no order is refused, with what to write instead; a topic of another type is named with it."""
+    """A value without an order is refused, with what to write instead; a topic of another type is named with it."""
     with pytest.raises(InvalidRecord, match="set is not JSON serializable; make a list of it"):
         OutboxRecord("t", "k", {1, 2})
     with pytest.raises(InvalidRecord, match="got int 5"):

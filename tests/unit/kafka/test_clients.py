@@ -75,7 +75,7 @@ def test_callbacks_that_raise_are_logged_once_and_raise_nothing(caplog):
 
 
 def test_a_client_whose_end_takes_long_is_left_alone(monkeypatch):
-    """Whoever ends a client waits for a moment, and not for a lookup of a name that hangs."""
+    """The end of a client is waited for a moment, and not for as long as the lookup of a name hangs."""
     monkeypatch.setattr("outbox_core.kafka.clients._END_SECONDS", 0.05)
     hangs, ended = threading.Event(), threading.Event()
     end_client(lambda: (hangs.wait(10), ended.set()))
