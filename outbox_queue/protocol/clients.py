@@ -21,6 +21,9 @@ _LARGEST_BATCH_BYTES = 1_000_000  # librdkafka's default
 _SOCKET_TIMEOUT_MS = 10_000  # until a connection is made anew that something between dropped without a word
 _METADATA_INTERVAL_MS = 30_000  # librdkafka would read nothing of a new partition for five minutes
 _SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
+# Members poll every second, unless Kafka keeps one waiting. The client waits as long for an answer to its request to
+# join, before it asks again: with librdkafka's 5 minutes, an answer lost with its connection would cost those.
+_MAX_POLL_INTERVAL_MS = 30_000
 
 
 def group_of(queue: str) -> str:
@@ -69,8 +72,11 @@ def transactional_settings(config: QueueConfig, transactional_id: str) -> dict[s
 
 def consumer_settings(config: QueueConfig, group: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return settings of a consumer that reads committed records, and commits only explicitly."""
+    times = {"session.timeout.ms": _SESSION_TIMEOUT_MS}
+    if not times.keys() & config.kafka.keys():  # librdkafka refuses a session that is longer
+        times["max.poll.interval.ms"] = max(_MAX_POLL_INTERVAL_MS, milliseconds(config.delivery_timeout))
     return {
-        "session.timeout.ms": _SESSION_TIMEOUT_MS,
+        **times,
         **common_settings(config),
         **(extra or {}),
         "group.id": group,

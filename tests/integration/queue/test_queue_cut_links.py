@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from confluent_kafka import Consumer, ConsumerGroupState
 from confluent_kafka.admin import AdminClient
 
 from devstack.cluster import KafkaCluster, ProxyGroup
 from devstack.ports import free_port
 from outbox_queue import QueueConfig, QueueService
-from outbox_queue.protocol.clients import TRACKER_GROUP, group_of
+from outbox_queue.protocol.clients import TRACKER_GROUP, consumer_settings, group_of
 from tests.queueing import PATIENCE, Markers, dead_letters_in, eventually, messages_in
 
 PROMISED_SECONDS = 45
@@ -347,3 +348,27 @@ def test_consumers_that_are_all_cut_off_go_on_when_the_link_is_mended(world, tra
         group.close()
     if transactional:
         assert all(len(group.received[payload]) == 1 for payload in sent)
+
+
+@pytest.mark.complete
+def test_a_consumer_whose_answer_to_its_request_to_join_was_lost_asks_again(world):
+    """A firewall forgets the connection while the group waits for another member, which then leaves."""
+    config, side = world.config(), world.sides[0]
+    group = group_of("q")
+    slow = {"bootstrap.servers": config.bootstrap_servers, "session.timeout.ms": 60_000, "max.poll.interval.ms": 60_000}
+    other = Consumer({**consumer_settings(config, group), **slow})
+    other.subscribe([config.message_topic])
+    eventually(lambda: other.poll(0.1) is None and other.assignment())
+    admin = AdminClient({"bootstrap.servers": config.bootstrap_servers})
+
+    def waits_for_the_other():
+        described = admin.describe_consumer_groups([group])[group].result(20)
+        return described.state == ConsumerGroupState.PREPARING_REBALANCING
+
+    behind = config.model_copy(update={"bootstrap_servers": side.bootstrap})
+    with QueueService(behind).queue("q").consumer() as consumer, QueueService(config).queue("q").producer() as producer:
+        producer.send("a job")
+        eventually(waits_for_the_other)
+        side.lose_connections()
+        other.close()
+        consumer.receive(60).ack()
