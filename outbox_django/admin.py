@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
@@ -97,6 +97,11 @@ class OutboxAdmin(OutboxAdminBase):
         "shown_value",
     )
 
+    class Media:
+        """The style sheet of the list and of a single one."""
+
+        css: ClassVar = {"all": ("outbox_django/admin.css",)}
+
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Outbox]:
         """Return the rows with the sizes of their values and their holds, without values and headers."""
         size = models.Func("kafka_value", function="octet_length", output_field=models.IntegerField())
@@ -166,7 +171,7 @@ class OutboxAdmin(OutboxAdminBase):
         if record.kafka_header_keys is None:
             return HEADERS_TOO_LARGE
         lines = ((header.key, as_text(header.value)) for header in record.headers)
-        return format_html_join("", '<div style="overflow-wrap: anywhere"><b>{}</b>: {}</div>', lines) or "-"
+        return format_html_join("", '<div class="outbox-text"><b>{}</b>: {}</div>', lines) or "-"
 
     @admin.display(description="value")
     def shown_value(self, record: Outbox) -> str:
@@ -175,9 +180,7 @@ class OutboxAdmin(OutboxAdminBase):
         cut = "" if len(text) <= _SHOWN_CHARACTERS else f"\n... {len(text) - _SHOWN_CHARACTERS} more characters"
         if (getattr(record, "octets", None) or 0) > _READ_BYTES:
             cut = f"\n... {self.size(record)} bytes in all"
-        return format_html(
-            '<pre style="white-space: pre-wrap; overflow-wrap: anywhere">{}{}</pre>', text[:_SHOWN_CHARACTERS], cut
-        )
+        return format_html('<pre class="outbox-text">{}{}</pre>', text[:_SHOWN_CHARACTERS], cut)
 
 
 class TopicInput(AdminTextInputWidget):
@@ -218,6 +221,11 @@ class HoldAdmin(HoldAdminBase):
     list_per_page = 50
     actions = ("release", "skip", "send_to_dead_letters")
 
+    class Media:
+        """The style sheet of the list and of a single one."""
+
+        css: ClassVar = {"all": ("outbox_django/admin.css",)}
+
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Hold]:
         """Return the rows of the database where `holds` writes: a replica may be behind, and takes no actions."""
         return super().get_queryset(request).using(write_alias("Outbox"))
@@ -253,7 +261,7 @@ class HoldAdmin(HoldAdminBase):
     def why(self, hold: Hold) -> str:
         """Return the reason and Kafka's error, which may be long."""
         text = ": ".join(filter(None, (hold.reason, hold.error))) or "-"
-        return format_html('<div style="max-width: 28em; overflow-wrap: anywhere">{}</div>', text)
+        return format_html('<div class="outbox-why">{}</div>', text)
 
     @admin.display(description="held for", ordering="create_time")
     def age(self, hold: Hold) -> str:

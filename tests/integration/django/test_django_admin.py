@@ -2,6 +2,7 @@
 
 import pytest
 from django.contrib import admin
+from django.contrib.staticfiles import finders
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
@@ -103,6 +104,17 @@ def test_headers_are_shown_and_escaped(admin_client):
     page = _detail(admin_client, _stash(headers=[("a&b", "<i>"), ("bin", b"\xff"), ("none", None)]))
     for expected in ("<b>a&amp;b</b>: &lt;i&gt;", "<b>bin</b>: 0xff", "<b>none</b>: NULL"):
         assert expected in page
+
+
+@pytest.mark.parametrize("page", [_LIST, _HOLDS, "/admin/outbox_django/", f"{_LIST}{{pk}}/change/"])
+def test_pages_need_no_inline_style(admin_client, page):
+    """A site's Content-Security-Policy may forbid it: the style sheet is a file, which is there."""
+    row = _stash(headers=[("h", b"v")])
+    outbox.holds().add("orders", reason="why")
+    content = admin_client.get(page.format(pk=row.pk)).content.decode()
+    assert "style=" not in content.replace("style=display:none", "")
+    assert "outbox_django/admin.css" in content
+    assert finders.find("outbox_django/admin.css")
 
 
 def test_headers_that_are_none_are_shown(admin_client):
