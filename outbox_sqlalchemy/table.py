@@ -33,7 +33,6 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import ARRAY, BYTEA
-from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.sql.elements import conv
 from sqlalchemy.types import TypeEngine
@@ -82,11 +81,9 @@ def make_outbox_table(
 def storage_options(parameters: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments that give a `Table` or `op.create_table` PostgreSQL storage parameters.
 
-    SQLAlchemy 2.0 has no such argument, but writes the access method (PostgreSQL's is `heap`) as it is given, and WITH
-    may follow that.
+    SQLAlchemy 2.1 has `postgresql_with` for that, which 2.0 refuses, and a migration that one has written may be run by
+    the other. Both write the access method (PostgreSQL's is `heap`) as it is given, and WITH may follow that.
     """
-    if "with" in dict(PGDialect.construct_arguments or ())[Table]:
-        return {"postgresql_with": dict(parameters)}
     return {"postgresql_using": f"heap WITH ({', '.join(f'{key} = {value}' for key, value in parameters.items())})"}
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import psycopg
 
-from outbox_core.errors import InvalidConfig, OutboxTableError, RowsHidden, StoreSilent, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RowsHidden, StoreSilent, StoreUnavailable
 from outbox_core.row_security import fetch_on, is_refusal, refuse_hidden, set_row_security
 from outbox_core.schema import TableName, hold_beside, quote
 from outbox_core.stores.postgres.connection import (
@@ -21,6 +21,7 @@ from outbox_core.stores.postgres.connection import (
     location,
     milliseconds,
     one_line,
+    parameters_of,
     pin_search_path,
 )
 from outbox_core.stores.postgres.deadlines import BoundedConnection, ConnectionGivenUp
@@ -90,13 +91,10 @@ class DatabaseSession:
         name = TableName.parse(table)
         place = location(data_source)
         try:
-            given: dict[str, Any] = psycopg.conninfo.conninfo_to_dict(data_source)
+            given = parameters_of(data_source)
             given["connect_timeout"] = max(2, round(connect_seconds))  # libpq takes less for two
             given["application_name"] = application_name
             self.connection: Connection = BoundedConnection.connect(**{**CONNECTION_DEFAULTS, **given}, autocommit=True)
-        except psycopg.ProgrammingError:
-            # Without the driver's words: they quote the DSN, perhaps its password.
-            raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
         except psycopg.Error as error:
             raise StoreUnavailable(f"cannot connect to {place}: {one_line(error)}") from None
         self.place = place

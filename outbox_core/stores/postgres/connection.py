@@ -13,6 +13,7 @@ Triggers on those tables run under this path, too. They must qualify their names
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from typing import Any
 from uuid import uuid4
@@ -127,10 +128,7 @@ def connect_to_primary(
     `statement_timeout` is in seconds, 0.0 for none. A statement that is not answered for longer gives the connection up
     (see `deadlines`). Raises StoreUnavailable if the server refuses us, does not answer or is a standby.
     """
-    try:
-        given = psycopg.conninfo.conninfo_to_dict(data_source)
-    except psycopg.ProgrammingError:
-        raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
+    given = parameters_of(data_source)
     settings: dict[str, Any] = {"application_name": application_name, **CONNECTION_DEFAULTS, **given}
     try:
         connection: Connection = BoundedConnection.connect(**settings, autocommit=True)
@@ -151,6 +149,17 @@ def connect_to_primary(
         raise StoreUnavailable("the database server is a standby; name the primary")
     connection.set_patience(statement_timeout, purpose=application_name)
     return connection, tables
+
+
+def parameters_of(data_source: str) -> dict[str, Any]:
+    """Return libpq's parameters in a data source. Raises InvalidConfig, without the driver's words: they quote it."""
+    try:
+        return psycopg.conninfo.conninfo_to_dict(data_source)
+    except psycopg.ProgrammingError:
+        if re.search("[?&]ssl=", data_source):  # no other name: it may be a part of a password
+            text = "data_source: `ssl` is a parameter of asyncpg's, and libpq has `sslmode`: write sslmode=require, say"
+            raise InvalidConfig(text) from None
+        raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
 
 
 def location(data_source: str) -> str:

@@ -423,6 +423,7 @@ def test_autogenerate(host, database, tmp_path, models):
     alembic = host(models, revisions={})
     alembic("revision", "--autogenerate", "-m", "outbox")
     (generated,) = (tmp_path / "migrations" / "versions").glob("*.py")
+    assert "postgresql_with" not in generated.read_text()  # SQLAlchemy 2.0 refuses it, and may have to run this
     alembic("upgrade", "head")
     assert "No new upgrade operations" in alembic("check")
     with psycopg.connect(database) as connection:

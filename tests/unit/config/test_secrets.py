@@ -19,6 +19,7 @@ from outbox_core.config.redaction import is_secret
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
 from outbox_core.kafka.clients import make_producer
 from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.stores.postgres.connection import parameters_of
 from outbox_django.settings import outbox_settings
 
 CANARY = "S3cr3tCanary"
@@ -172,6 +173,14 @@ def test_data_sources_that_cannot_be_read(dsn, command, monkeypatch, capsys, cap
     told = capsys.readouterr()
     assert CANARY not in told.out + told.err + caplog.text
     assert told.out + told.err
+
+
+def test_a_parameter_of_another_driver_is_named():
+    """A URL written for asyncpg is refused with what libpq calls the same."""
+    url = normalise_data_source(f"postgresql+asyncpg://app:{CANARY}@db/shop?ssl=require")
+    with pytest.raises(InvalidConfig, match="write sslmode=require") as raised:
+        parameters_of(url)
+    assert CANARY not in str(raised.value)
 
 
 @pytest.mark.parametrize("dsn", UNREADABLE[:-1])
