@@ -21,9 +21,10 @@ _LARGEST_BATCH_BYTES = 1_000_000  # librdkafka's default
 _SOCKET_TIMEOUT_MS = 10_000  # until a connection is made anew that something between dropped without a word
 _METADATA_INTERVAL_MS = 30_000  # librdkafka would read nothing of a new partition for five minutes
 _SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
-# Members poll every second, unless Kafka keeps one waiting. The client waits as long for an answer to its request to
-# join, before it asks again: with librdkafka's 5 minutes, an answer lost with its connection would cost those.
-_MAX_POLL_INTERVAL_MS = 30_000
+# Members poll every second, unless Kafka lets one wait for a delivery, up to its timeout: the group must not take that one
+# for dead. The client waits as long for an answer to its request to join before it asks again: with librdkafka's 5
+# minutes, an answer that was lost with its connection would cost those.
+_MAX_POLL_INTERVAL_MS = 45_000
 
 
 def group_of(queue: str) -> str:
@@ -74,7 +75,7 @@ def consumer_settings(config: QueueConfig, group: str, extra: Mapping[str, Any] 
     """Return settings of a consumer that reads committed records, and commits only explicitly."""
     times = {"session.timeout.ms": _SESSION_TIMEOUT_MS}
     if not times.keys() & config.kafka.keys():  # librdkafka refuses a session that is longer
-        times["max.poll.interval.ms"] = max(_MAX_POLL_INTERVAL_MS, milliseconds(config.delivery_timeout))
+        times["max.poll.interval.ms"] = max(_MAX_POLL_INTERVAL_MS, milliseconds(config.delivery_timeout * 1.5))
     return {
         **times,
         **common_settings(config),
