@@ -21,8 +21,8 @@ _LARGEST_BATCH_BYTES = 1_000_000  # librdkafka's default
 _SOCKET_TIMEOUT_MS = 10_000  # until a connection is made anew that something between dropped without a word
 _METADATA_INTERVAL_MS = 30_000  # librdkafka would read nothing of a new partition for five minutes
 _SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
-# Members poll every second, unless Kafka lets one wait for a delivery, up to its timeout: the group must not take that one
-# for dead. The client waits as long for an answer to its request to join before it asks again: with librdkafka's 5
+# Members poll every second, unless Kafka lets one wait for a delivery, up to its timeout: the group must not take that
+# one for dead. The client waits as long for an answer to its request to join before it asks again: with librdkafka's 5
 # minutes, an answer that was lost with its connection would cost those.
 _MAX_POLL_INTERVAL_MS = 45_000
 
