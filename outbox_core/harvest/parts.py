@@ -56,6 +56,7 @@ class Parts:
         self._elector_factory = elector_factory
         self._producer_factory = producer_factory
         self._found: TableName | None = None
+        self._had_holds = False
         self.store = store_factory or self._postgres_store
 
     def identify(self) -> Identity:
@@ -66,7 +67,8 @@ class Parts:
         with closing(self.store()) as store:
             identity = Identity(store.check(), store.server_id())
             if self.store == self._postgres_store:
-                self._found = cast("PostgresStore", store).table.found
+                table = cast("PostgresStore", store).table
+                self._found, self._had_holds = table.found, table.had_holds
         return identity
 
     def elector(self, identity: Identity, on_event: EventHandler) -> LeaderElector:
@@ -155,6 +157,7 @@ class Parts:
             max_message_bytes=config.max_message_bytes,
             archive_days=config.archive_days if config.retention == "archive" else None,
             found=self._found,
+            had_holds=self._had_holds,
         )
 
     @property

@@ -44,12 +44,12 @@ SELECT set_config('synchronous_commit', 'on', false),
        -- one is known from PostgreSQL 17 on.
        set_config('lock_timeout', '0', false),
        set_config('idle_session_timeout', '0', false),
-       set_config('idle_in_transaction_session_timeout', '0', false),
        CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', false) END,
-       -- A client that was frozen or cut off while rows were sent to it keeps them locked: the server waits for it with
-       -- the transaction open, for which no statement_timeout counts. So the server's side of a connection gives up as
-       -- soon as ours does. (Over a Unix socket these have no effect.)
+       -- A client that was frozen or cut off while rows were sent to it, or between a statement and its COMMIT, keeps
+       -- them locked: the server waits for it with the transaction open, for which no statement_timeout counts. So the
+       -- server's side of a connection gives up as soon as ours does. (Over a Unix socket those of TCP have no effect.)
+       set_config('idle_in_transaction_session_timeout', %(unread)s, false),
        set_config('tcp_user_timeout', %(unread)s, false),
        set_config('tcp_keepalives_idle', '5', false),
        set_config('tcp_keepalives_interval', '2', false),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,13 +15,13 @@ from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, StoredRecor
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection, one_line
 from outbox_core.stores.postgres.conversion import array, key_as_held, with_oversized
-from outbox_core.stores.postgres.history import PostgresHistory
+from outbox_core.stores.postgres.history import NotedChanges, PostgresHistory
 from outbox_core.stores.postgres.table import OutboxMissing, OutboxTable
 
 _log = logging.getLogger(__name__)
 
 _VIOLATIONS_AT_ONCE = 1_000
-_VIOLATES = "the row is older than the CHECK constraint, which now keeps it from being marked; correct it, or skip it"
+_VIOLATES = "the constraint came after the row, or judges anew, and keeps it from being marked; correct it, or skip it"
 
 
 class _Version(NamedTuple):
@@ -124,13 +124,16 @@ class PostgresHolds:
         """Delete held rows of which both id and create time match, and their holds; return how many rows."""
         outbox = self._table.layout().outbox
         parameters = {"ids": array(ids), "create_times": array(create_times), "outbox": outbox}
-        with self._table.deleting(), self._naming_rights():
-            noted = self._history.note_changes(EventKind.DEAD_LETTERED)
+
+        def delete(noted: NotedChanges) -> list[tuple[Any, ...]]:
             parts = {"noted": noted.sql, "archived": self._table.archived(sql.ARCHIVE_DEAD_LETTERS)}
-            ((deleted,),) = self._table.query(sql.DELETE_DEAD_LETTERED, parameters | noted.parameters, **parts)
+            return self._table.query(sql.DELETE_DEAD_LETTERED, parameters | noted.parameters, **parts)
+
+        with self._table.deleting(), self._naming_rights():
+            deleted = self._noting(EventKind.DEAD_LETTERED, delete)
         if deleted < len(ids):
             self._table.refuse_what_remains(sql.UNDELETED_PUBLISHED, parameters)
-        return int(deleted)
+        return deleted
 
     def release_gone(self) -> int:
         """Delete the holds of records that are no longer in the table; return how many.
@@ -154,27 +157,39 @@ class PostgresHolds:
     def _change(self, statement: str, kind: EventKind, parameters: dict[str, Any]) -> int:
         """Change holds, and note the changes in the history; return how many."""
         with self._naming_rights():
-            noted = self._history.note_changes(kind)
             change = sql.CHANGE_HOLDS.replace("{change}", statement)
-            ((count,),) = self._table.query(change, parameters | noted.parameters, noted=noted.sql)
+            return self._noting(
+                kind, lambda noted: self._table.query(change, parameters | noted.parameters, noted=noted.sql)
+            )
+
+    def _noting(self, kind: EventKind, change: Callable[[NotedChanges], list[tuple[Any, ...]]]) -> int:
+        """Make a change of holds and note it in the history, or make it alone where the history refuses the event."""
+        noted = self._history.note_changes(kind)
+        try:
+            ((count,),) = change(noted)
+        except OutboxTableError as error:  # a constraint, a trigger or a missing partition of that table, perhaps
+            if not noted.sql:
+                raise
+            ((count,),) = change(NotedChanges())
+            _log.warning("a change of holds (%s) is not noted in the history: %s", kind, error)
         return int(count)
 
     def add_violations(self, error: OutboxTableError) -> int:
-        """Hold the rows that violate a CHECK constraint newer than they are, and so cannot be changed.
+        """Hold the rows that violate a constraint by now, and so cannot be changed.
 
         Return how many are held, some of them perhaps before; 0 if the error has another cause. Raise OutboxTableError
         if no hold can be added here.
         """
-        if not isinstance(error.__cause__, psycopg.errors.CheckViolation):
+        if not isinstance(error.__cause__, psycopg.errors.CheckViolation | psycopg.errors.NotNullViolation):
             return 0
         table = self._table
         if not may_hold(self):
             raise OutboxTableError(
-                f"{error}. Such rows were there before the constraint; `outbox doctor` shows how to find them. Delete "
+                f"{error}. `outbox doctor` shows how to find such rows. Delete "
                 f"or correct them, or let them be held: make {table.hold_name}, with all rights on it"
             ) from error
         with table.without_timeout():
-            parts = {"limit": _VIOLATIONS_AT_ONCE, **table.new_rules()._asdict()}
+            parts = {"limit": _VIOLATIONS_AT_ONCE, **table.rules()._asdict()}
             found = table.query(sql.FIND_VIOLATIONS, {"outbox": table.layout().outbox}, **parts)
         if found:
             self.add(
@@ -206,17 +221,16 @@ class PostgresHolds:
         return self._has_table
 
     def _refuse_to_lose(self, error: OutboxTableError | None = None) -> None:
-        """Raise TableUnusable if the table that is gone had holds: what they keep back would be published.
+        """Raise TableUnusable if the table was there and is gone: what is held in it would be published.
 
         By this process no less than by another one, which need not know that there were holds: no reason to hand over.
         """
-        if not self._holds:
+        if not self._table.had_holds:
             return
-        name, number = self._table.hold_name, len(self._holds)
         raise TableUnusable(
-            f"table {name} is gone, and had {number} hold(s): nothing is published meanwhile, as what they keep back "
-            "would be, too. Put it back; or, if all of that may be published, make it anew (`outbox schema --only hold "
-            f"--table {self._table.name} --apply`)"
+            f"table {self._table.hold_name} is gone: nothing is published meanwhile, as what is held there would be, "
+            "too. Put it back; or, if all of that may be published, make it anew (`outbox schema --only hold --table "
+            f"{self._table.name} --apply`)"
         ) from error
 
     def _warn_of_rights(self) -> None:

@@ -31,7 +31,7 @@ class PostgresMarks:
         """Hold some of the rows that carry a harvester's mark, and clear their marks; return how many."""
         table = self._table
         with table.without_timeout():
-            rules, of_outbox = table.new_rules(), {"outbox": table.layout().outbox}
+            rules, of_outbox = table.rules(), {"outbox": table.layout().outbox}
             found = table.query(sql.FIND_MARKED, of_outbox | {"limit": limit}, broken=rules.broken)
             if found:
                 self._holds.add([_hold(*row) for row in found])
@@ -48,9 +48,9 @@ class PostgresMarks:
     def clear(self) -> int:
         """Clear all marks, relays' too, but for those that a constraint keeps; return how many."""
         with self._table.without_timeout():
-            return self._table.execute(sql.CLEAR_MARKS, fulfilled=self._table.new_rules().fulfilled)
+            return self._table.execute(sql.CLEAR_MARKS, fulfilled=self._table.rules().fulfilled)
 
 
 def _hold(identity: int, topic: str, key: str | None, broken: str) -> NewHold:
-    kept = f". The mark stays, as the row violates {broken}, which is newer than the row" if broken else ""
+    kept = f". The mark stays, as the row violates {broken}" if broken else ""
     return NewHold(topic, key_as_held(key), identity, MARKED, f"{_ERROR}{kept}")

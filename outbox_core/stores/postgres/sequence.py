@@ -91,6 +91,8 @@ class PostgresSequence:
     def _find(self, connection: Connection) -> _IdSequence:
         table = self._table
         found = table.query(sql.FIND_SEQUENCE, {"name": table.quoted})
+        if not found and not table.query(sql.INSPECT, (table.quoted,)):
+            raise StoreUnavailable(f"table {table.name} is away at this moment")
         if len(found) != 1 or not found[0][1]:
             return _IdSequence(connection, "", f"the ids of {table.name} are not simply drawn from one sequence")
         name, _, may_read, table_file = found[0]

@@ -116,11 +116,16 @@ ORDER BY 1
 # Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
 SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
 
-# Constraints, of partitions too, that hold for each new version of a row, a mark's included, but came after these rows.
-NEW_CONSTRAINTS = """
+# Constraints, of partitions too, that hold for each new version of a row, a mark's included. A row may violate one that
+# came after it, or a CHECK by a function that has another answer now. (NOT NULL is among them from PostgreSQL 18 on.)
+CONSTRAINTS = """
 SELECT quote_ident(conname), concat('tableoid NOT IN (SELECT relid FROM pg_partition_tree(' ||
-           nullif(conrelid, to_regclass(%(name)s))::oid || ')) OR ', pg_get_expr(conbin, conrelid)) FROM pg_constraint
-WHERE contype = 'c' AND NOT convalidated AND (conrelid = to_regclass(%(name)s)
+           nullif(conrelid, to_regclass(%(name)s))::oid || ')) OR ',
+           CASE contype WHEN 'c' THEN pg_get_expr(conbin, conrelid)
+                ELSE (SELECT quote_ident(attname) || ' IS NOT NULL' FROM pg_attribute
+                      WHERE attrelid = conrelid AND attnum = conkey[1]) END)
+FROM pg_constraint
+WHERE contype IN ('c', 'n') AND (conrelid = to_regclass(%(name)s)
     OR coninhcount = 0 AND conrelid IN (SELECT relid FROM pg_partition_tree(to_regclass(%(name)s))))
 """
 
@@ -140,11 +145,13 @@ ORDER BY 1
 IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
 
 # A session that waits for its client has nothing to do with the database: the connection does not pass what it sends.
-AT_WORK = """
+# PgBouncer may append the client's address to each name (application_name_add_host).
+AT_WORK = r"""
 SELECT coalesce(wait_event_type, '')
 FROM pg_stat_activity
 WHERE datname = current_database() AND usename = session_user AND pid <> pg_backend_pid()
-  AND application_name = current_setting('application_name')
+  AND regexp_replace(application_name, ' - \S+$', '')
+      = regexp_replace(current_setting('application_name'), ' - \S+$', '')
   AND state = 'active' AND wait_event_type IS DISTINCT FROM 'Client'
   AND query_start <= clock_timestamp() - make_interval(secs => %(seconds)s::float8)
 """

@@ -60,7 +60,8 @@ class PostgresStore:
 
     A `statement_timeout` of 0.0 seconds is none. A value is not read (`OversizedValue`) if key, value and headers
     together have more than `max_message_bytes`. With `archive_days` published rows go into the archive, for so long.
-    A table without a schema is looked up on the search path once, or is the one that was `found` before.
+    A table without a schema is looked up on the search path once, or is the one that was `found` before. If it
+    `had_holds` then, their table must be there to the end.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class PostgresStore:
         max_message_bytes: int = NO_LIMIT,
         archive_days: int | None = None,
         found: TableName | None = None,
+        had_holds: bool = False,
     ) -> None:
         self.table = OutboxTable(
             data_source,
@@ -81,6 +83,7 @@ class PostgresStore:
             statement_timeout=statement_timeout,
             archives=archive_days is not None,
             found=found,
+            had_holds=had_holds,
         )
         self.history = PostgresHistory(self.table)
         self.holds = PostgresHolds(self.table, self.history, max_message_bytes)
@@ -125,8 +128,8 @@ class PostgresStore:
             if not number:
                 raise
             raise RowsHeld(  # then the next mark can succeed
-                f"{number} row(s) of {self.table.name} violate CHECK constraints that the table got after them, and "
-                "are held"
+                f"{number} row(s) of {self.table.name} violate constraints, which keep them from being marked, and are "
+                "held"
             ) from error
         selected = len(records) if len(records) == query.limit else self._selected(parameters, parts, len(records))
         self._found_none = not selected
@@ -204,7 +207,7 @@ class PostgresStore:
         except OutboxTableError as error:
             if not self.holds.add_violations(error):
                 raise
-        return self.table.execute(sql.RESET_FULFILLING, parameters, fulfilled=self.table.new_rules().fulfilled)
+        return self.table.execute(sql.RESET_FULFILLING, parameters, fulfilled=self.table.rules().fulfilled)
 
     def find_lost(self, leader_id: UUID, known: Collection[int], query: RowQuery) -> MarkedRows:
         """Count the rows that `leader_id` marks, and that are not known, among the first of a query, marked or not."""

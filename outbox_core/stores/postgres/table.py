@@ -92,8 +92,8 @@ class Layout(NamedTuple):
         return "least(coalesce(kafka_partition, -1), 2147483648)" if self.has_partition else "-1"
 
 
-class NewRules(NamedTuple):
-    """CHECK constraints that are NOT VALID, as SQL: the names of those that a row violates, and if it fulfils all."""
+class Rules(NamedTuple):
+    """The constraints of rows, as SQL: the names of those that a row violates, and if it fulfils all."""
 
     broken: str
     fulfilled: str
@@ -111,12 +111,14 @@ class OutboxTable:
         statement_timeout: float,
         archives: bool = False,
         found: TableName | None = None,
+        had_holds: bool = False,
     ) -> None:
         self.statement_timeout = statement_timeout
         self.archives = archives
         self.name = TableName.parse(table)
         self.hold_name = hold_beside(self.name)
         self.found = found or self.name
+        self.had_holds = had_holds  # ever: what was held since then is not known while their table is away
         self.connection: Connection | None = None
         self.role = ""
         self._connect_to = data_source, application_name
@@ -402,6 +404,7 @@ class OutboxTable:
         self.connected()
         rows = self.query(sql.INSPECT_HOLDS, (self.holds.quoted,))
         may_read, columns = rows[0] if rows else (False, ())
+        self.had_holds |= bool(columns)
         return may_read, [column for column in HOLD_COLUMNS if column not in columns]
 
     def _missing(self) -> OutboxMissing:
@@ -454,11 +457,11 @@ class OutboxTable:
         digits = int(rows[0][0]) if rows else -1
         return digits if 0 <= digits < 6 else None
 
-    def new_rules(self) -> NewRules:
-        """Return the CHECK constraints that rows from before may violate, as SQL."""
-        rules = self.query(sql.NEW_CONSTRAINTS, {"name": self.quoted})
+    def rules(self) -> Rules:
+        """Return the constraints that a row may have come to violate, as SQL."""
+        rules = self.query(sql.CONSTRAINTS, {"name": self.quoted})
         escaped = [(name.replace("%", "%%").replace("'", "''"), rule.replace("%", "%%")) for name, rule in rules]
-        return NewRules(
+        return Rules(
             broken=", ".join(f"CASE WHEN NOT ({rule}) THEN '{name}' END" for name, rule in escaped) or "NULL",
             fulfilled="((" + ") AND (".join([rule for _, rule in escaped] or ["true"]) + ") IS NOT FALSE)",
         )

@@ -314,13 +314,31 @@ def test_table_of_holds_that_is_away_for_a_moment(scene, make_topic):
         scene.stash(OutboxRecord(held, "k", "held"), OutboxRecord(other, "k", "1"))
         wait_until(lambda: scene.count() == 1, "the other one is published")
         scene.execute("ALTER TABLE outbox_hold RENAME TO elsewhere")
-        wait_until(lambda: "had 1 hold" in harvester._ctx.database.describe(), "it sees that")
+        wait_until(lambda: "outbox_hold is gone" in harvester._ctx.database.describe(), "it sees that")
         scene.stash(OutboxRecord(other, "k", "2"))
         time.sleep(2.0)
         assert scene.count() == 2
         scene.execute("ALTER TABLE elsewhere RENAME TO outbox_hold")
         wait_until(lambda: scene.count() == 1, "it goes on")
     assert by_key(scene.read(other)) == {b"k": [b"1", b"2"]}
+    assert scene.read(held) == []
+
+
+def test_a_standby_that_takes_over_while_the_table_of_holds_is_away(scene, make_topic):
+    """It has read no holds yet, and has seen their table: it publishes nothing until that is back."""
+    held, other = make_topic(), make_topic()
+    leader = scene.harvester()
+    leader.start()
+    wait_until(lambda: leader.is_leader, "it leads")
+    with scene.running() as standby:
+        scene.hold("add", held)
+        scene.execute("ALTER TABLE outbox_hold RENAME TO elsewhere")
+        leader.stop()
+        scene.stash(OutboxRecord(held, "k", "held"), OutboxRecord(other, "k", "1"))
+        wait_until(lambda: "outbox_hold is gone" in standby._ctx.database.describe(), "it sees that")
+        assert scene.count() == 2
+        scene.execute("ALTER TABLE elsewhere RENAME TO outbox_hold")
+        wait_until(lambda: scene.count() == 1, "it goes on")
     assert scene.read(held) == []
 
 

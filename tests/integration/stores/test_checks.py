@@ -143,6 +143,33 @@ def test_constraint_of_a_partition(database):
     scene.close()
 
 
+NEWLY_REQUIRED = "ALTER TABLE outbox ADD CONSTRAINT has_key NOT NULL kafka_key NOT VALID"
+ASKS_A_TABLE = """
+CREATE TABLE known (key text); INSERT INTO known VALUES ('a');
+INSERT INTO known VALUES ('b');
+UPDATE outbox SET kafka_key = 'b' WHERE kafka_key IS NULL;
+CREATE FUNCTION is_known(asked text) RETURNS boolean
+    LANGUAGE sql AS 'SELECT EXISTS (SELECT FROM public.known WHERE key = asked)';
+ALTER TABLE outbox ADD CONSTRAINT is_known CHECK (is_known(kafka_key));
+DELETE FROM known WHERE key = 'b'
+"""
+
+
+@pytest.mark.parametrize(("change", "broken"), [(NEWLY_REQUIRED, "has_key"), (ASKS_A_TABLE, "is_known")])
+def test_rows_that_other_constraints_refuse(scene, change, broken):
+    """So is a row without what came to be required (from PostgreSQL 18 on), or that a function judges anew."""
+    if change is NEWLY_REQUIRED and int(scene.execute("SHOW server_version_num")[0][0]) < 180_000:
+        pytest.skip("it has no NOT NULL that is NOT VALID")
+    scene.stash(OutboxRecord("t", "a", "v"))
+    scene.execute("INSERT INTO outbox (kafka_topic) VALUES ('t')")
+    scene.execute(change)
+    with closing(PostgresStore(scene.database)) as store:
+        with pytest.raises(RowsHeld):
+            store.mark(uuid4(), RowQuery(10, holds=store.holds.read()))
+        assert [hold.reason for hold in scene.held()] == [f"violates {broken}"]
+        assert len(store.mark(uuid4(), RowQuery(10, holds=store.holds.read())).records) == 1
+
+
 def test_rows_from_before_the_constraints_without_holds(scene, make_topic):
     """Without a table of holds the harvester names the constraint and the remedy, and goes on with such a table."""
     topic = make_topic()

@@ -253,6 +253,18 @@ def test_tables_that_cannot_have_one(scene, change, reason, meanwhile):
     store.close()
 
 
+def test_a_table_that_is_away_says_nothing_of_its_ids(scene):
+    """It is an outage, rather than a table without a floor for good."""
+    store = WatchedStore(scene.database)
+    store.table.layout()
+    scene.execute("ALTER TABLE outbox RENAME TO elsewhere")
+    with pytest.raises(StoreUnavailable):
+        store.sequence.snapshot()
+    scene.execute("ALTER TABLE elsewhere RENAME TO outbox")
+    assert not store.sequence.snapshot().unusable
+    store.close()
+
+
 def test_sequence_that_is_not_the_default_one(scene):
     """Ids from a sequence of the user's own can prove a floor, and the snapshot reads that sequence."""
     scene.execute('ALTER TABLE outbox ALTER id DROP IDENTITY; CREATE SEQUENCE "My %seq" START 100')

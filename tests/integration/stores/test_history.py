@@ -396,6 +396,21 @@ def test_other_outboxes_are_not_shown(scene, store):
     assert events(scene) == []
 
 
+@pytest.mark.parametrize("what", ["refused", "dead letter"])
+def test_history_that_refuses_an_event_stops_no_change(scene, store, caplog, what):
+    """A constraint or a trigger of somebody's on the table of events is no reason for a record not to be held."""
+    scene.fill("orders", 2, keys=None)
+    scene.execute("ALTER TABLE outbox_event ADD CHECK (kind = 'led')")
+    store.holds.add([NewHold("orders", None, 1, "refused", "too large", dead_letter=True)])
+    if what == "dead letter":
+        assert store.holds.delete_dead_lettered([1], [store.find([1])[0].create_time]) == 1
+        assert scene.held() == []
+    else:
+        assert [hold.record_id for hold in scene.held()] == [1]
+    assert "is not noted in the history: " in caplog.text
+    assert events(scene) == []
+
+
 # -- a history that somebody has locked
 
 

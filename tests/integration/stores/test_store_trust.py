@@ -636,6 +636,11 @@ def test_timeouts_of_the_role_do_not_end_sessions(scene, role):
     store.close()
 
 
+def test_a_session_that_is_frozen_within_a_transaction_is_ended(store):
+    """What it has locked is free for the next leader after the ten seconds of every silence."""
+    assert store.table.query("SHOW idle_in_transaction_session_timeout") == [("10s",)]
+
+
 def test_quoted_identifiers_of_the_database(scene, role, capsys):
     """A role for which PostgreSQL quotes all identifiers, those of types too, harvests and shows rows as others do."""
     scene.execute(f'ALTER ROLE "{role}" SET quote_all_identifiers = on')
