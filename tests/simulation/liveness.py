@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FLOW_SECONDS = 30.0  # while nobody is ill
 _PATIENCE_SECONDS = 45.0  # while one of the others is ill, or was since the clock began
-_FURTHER_SECONDS = 75.0  # more for each further one
+_FURTHER_SECONDS = 75.0  # more for each further one, and for one that was ill already when it began to lead
 _DISTANCES_OF_A_RECORD = 10  # between two records of a key
 _START_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
@@ -33,6 +33,8 @@ class Liveness:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._ill_at: dict[Node, float] = {}
+        self._unfit: set[Node] = set()  # that were ill when they began to lead, and lead
+        self._unfit_at: dict[Node, float] = {}
         self._calm_since = 0.0
         self._looked_at = 0.0
         self._longest = 0  # of the keys, counted in rows that wait
@@ -45,12 +47,22 @@ class Liveness:
         """Note an illness of one harvester that may be over at once."""
         self._ill_at[node] = self._simulation.scheduler.now
 
+    def began_to_lead(self, node: Node) -> None:
+        """Note a harvester that may be ill already: it has the patience of a newcomer."""
+        if is_ill(node):
+            self._unfit.add(node)
+
+    def ended_to_lead(self, node: Node) -> None:
+        """Note the end of a leadership."""
+        self._unfit.discard(node)
+
     def watch(self) -> None:
         """Look who is ill; once a second also look for rows that wait for too long."""
         simulation = self._simulation
         for node in simulation.nodes:
             if is_ill(node):
                 self.fell_ill(node)
+        self._unfit_at.update(dict.fromkeys(self._unfit, simulation.scheduler.now))
         if simulation.is_disturbed:
             self.disturb()
         if simulation.scheduler.now >= self._looked_at + _LOOK_SECONDS:
@@ -69,7 +81,8 @@ class Liveness:
         for node in simulation.nodes:
             begin = max(since, self._ill_at.get(node, 0.0))
             ill = [other.name for other, at in self._ill_at.items() if other is not node and at > begin]
-            waited, patience = simulation.scheduler.now - begin, self.patience(len(ill))
+            unfit = sum(other is not node and at > begin for other, at in self._unfit_at.items())
+            waited, patience = simulation.scheduler.now - begin, self.patience(len(ill) + unfit)
             if waited > patience:
                 simulation.broken(
                     f"{len(waiting)} rows still wait after {waited:.0f} s in which {node.name} could work"

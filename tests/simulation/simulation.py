@@ -383,6 +383,10 @@ class Node(ProcessPlace):
         name = {LeaderAcquired: "leader acquired", LeaderRevoked: "leader revoked", LeaderFenced: "leader fenced"}
         self.simulation.seen[name.get(type(event), "other event")] += 1
         self.simulation.scheduler.note("%s %s", self.name, event)
+        if isinstance(event, LeaderAcquired):
+            self.simulation.liveness.began_to_lead(self)
+        elif isinstance(event, LeaderRevoked | LeaderFenced):
+            self.simulation.liveness.ended_to_lead(self)
         self.simulation.check_leases()
 
     def _reached(self, step: Failpoint) -> None:

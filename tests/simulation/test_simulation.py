@@ -222,6 +222,21 @@ def test_liveness_counts_from_what_ends_last():
     assert "in which harvester-1 could work (harvester-0 could not)" in simulation.problem
 
 
+def test_liveness_knows_newcomers_that_were_ill_already():
+    """Who was ill when it began to lead has the longer patience of a newcomer, as long as it leads."""
+    simulation = Simulation(Plan(1, "exactly-once", (), harvesters=2))
+    simulation.database.commit([StoredRecord(1, "orders", "a", b"w0a:1", None, None, -1, 0)])
+    ill, well = simulation.nodes
+    well.process = Process(simulation.scheduler, well.name)
+    simulation.liveness.began_to_lead(ill)
+    ends = {30: lambda: simulation.liveness.ended_to_lead(ill)}
+    while not simulation.problem:
+        simulation.scheduler.now += 1.0
+        ends.get(simulation.scheduler.now, lambda: None)()
+        simulation.liveness.watch()
+    assert simulation.scheduler.now == 9.0 + 45.0 + 75.0 + 1.0, "the other one could not work up to 9 s"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_partition_is_handed_over(mode):
     """A group that gives its partition to another member has its owner hand it over; nothing is lost by that."""
