@@ -211,7 +211,7 @@ class PostgresHolds:
                 f"anew (`outbox schema --only hold --table {self._table.name} --apply`)"
             )
         self._has_table = not missing
-        if warn and before is None and missing:
+        if warn and before is None and missing and not self._table.had_holds:
             _log.warning(
                 "nothing can be held or paused, and a bad record is tried for ever: there is no table %s; make it with "
                 "`outbox schema --only hold --table %s --apply`, with Alembic or with `manage.py migrate`",
