@@ -126,9 +126,7 @@ def test_keys(key, kept):
     assert OutboxRecord("orders", key).key == kept
 
 
-@pytest.mark.parametrize(
-    "key", [True, 1.5, b"\xff", "a\0b", b"a\0b", "\ud800", ("a",), Decimal(1), object(), bytearray(b"k")]
-)
+@pytest.mark.parametrize("key", [True, 1.5, b"\xff", "a\0b", b"a\0b", "\ud800", ("a",), Decimal(1), object()])
 def test_illegal_keys(key):
     """A key that the text column could not hold, or that would become text only by a guess, is refused."""
     with pytest.raises(InvalidRecord, match=r"^key: "):
@@ -321,7 +319,7 @@ LAZY = type("__proxy__", (), {"__str__": lambda _: "later"})()
         ([Basket(lines=[1], left=timedelta(seconds=90))], '[{"lines":[1],"left":"PT1M30S"}]'),
         (timedelta(days=1, seconds=3723, microseconds=5), '"P1DT01H02M03.000005S"'),
         (-timedelta(minutes=1), '"-P0DT00H01M00S"'),
-        (LAZY, '"later"'),
+        ([LAZY], '["later"]'),
     ],
 )
 def test_values_of_applications(value, written):
