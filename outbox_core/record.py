@@ -56,7 +56,8 @@ class OutboxRecord:
 
     Attributes:
         topic: name of the Kafka topic: 1 to 249 of the characters a-z A-Z 0-9 . _ - Topics that Kafka and the outbox
-            are run through are refused: `__...`, and names that end in `.neli`, `.manifests` or `.relay-manifests`.
+            are run through are refused: `__...`, names that end in `.neli`, `.manifests` or `.relay-manifests`, and
+            `<database>.<schema>.<table>.dead-letter`.
         key: decides the partition and the order: records of one topic and key are published in the order of their
             stashing. `str`, UTF-8 `bytes`, `int` and `UUID` are kept as text, at most 64 KiB. None: no key, no
             order. An empty key is a key: its records keep their order, in partition 0.

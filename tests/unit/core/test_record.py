@@ -40,7 +40,9 @@ class _Level(IntEnum):
 
 @given(
     st.text(_TOPIC_CHARACTERS, min_size=1, max_size=MAX_TOPIC_LENGTH).filter(
-        lambda t: t not in {".", ".."} and not t.startswith("__") and not t.endswith((".neli", "manifests"))
+        lambda t: (
+            t not in {".", ".."} and not t.startswith("__") and not t.endswith((".neli", "manifests", ".dead-letter"))
+        )
     )
 )
 def test_legal_topics(topic):
@@ -59,7 +61,11 @@ def test_illegal_topics(topic):
 
 
 @pytest.mark.parametrize(
-    "topic", ["__consumer_offsets", "__x", "shop.public.outbox.neli", "a.manifests", "a.relay-manifests"]
+    "topic",
+    [
+        *("__consumer_offsets", "__x", "shop.public.outbox.neli", "a.manifests", "a.relay-manifests"),
+        *("postgres.public.outbox.dead-letter", "a.b.c.d.dead-letter"),
+    ],
 )
 def test_topics_that_are_not_for_records(topic):
     """A topic name that would deceive an outbox, or break Kafka's own topics, is refused when the record is made."""
@@ -67,7 +73,10 @@ def test_topics_that_are_not_for_records(topic):
         OutboxRecord(topic)
 
 
-@pytest.mark.parametrize("topic", ["_x", "a__", "neli", "manifests", "a.manifests.b", "a-manifests"])
+@pytest.mark.parametrize(
+    "topic",
+    ["_x", "a__", "neli", "manifests", "a.manifests.b", "a-manifests", "orders.dead-letter", "eu.orders.dead-letter"],
+)
 def test_topics_that_look_like_those_are_records_topics(topic):
     """Names that only resemble reserved ones are accepted."""
     assert OutboxRecord(topic).topic == topic
