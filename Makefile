@@ -23,11 +23,17 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# They check the hashes of everyone else, so Python's own pip checks theirs.
+define pip_and_uv
+	awk '/^(pip|uv)==/ {on = 1} on {print} !/\\$$/ {on = 0}' requirements-dev.txt >$(dir $(1))requirements.txt
+	$(1) -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $(dir $(1))requirements.txt
+endef
+
 setup: $(STAMP)  ## Make .venv with the packages, all extras and the development tools
 
 $(STAMP): pyproject.toml requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' uv
+	$(call pip_and_uv,$(BIN)/python)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --requirement requirements-dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps --editable .
 	@touch $@
@@ -105,7 +111,7 @@ test-lowest: $(STAMP)  ## Run the quick tests against the lowest versions of dep
 test-django6:  ## Run the tests of Django on Django 6, with the newest Python on the PATH, or PYTHON6=/path/to/it
 	@test -n "$(PYTHON6)" || { echo "Django 6 needs Python 3.12 or later, and the PATH has none; name one: make $@ PYTHON6=/path/to/python3" >&2; exit 1; }
 	$(PYTHON6) -m venv --clear .venv-django6
-	.venv-django6/bin/python -m pip install --quiet --upgrade 'pip>=25.1' uv
+	$(call pip_and_uv,.venv-django6/bin/python)
 	.venv-django6/bin/uv pip install --quiet --python .venv-django6/bin/python --group dev 'django>=6,<7' \
 		--editable '.[harvester,sqlalchemy,django,completion,queue,tracing]'
 	.venv-django6/bin/pytest -n $(or $(JOBS),2) tests/integration/django tests/integration/queue/test_queue_django_tasks.py

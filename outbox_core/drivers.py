@@ -5,12 +5,23 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from outbox_core.errors import OutboxError
+
 ABORTED_TRANSACTION = "25P02"
 """The SQLSTATE of a statement in a transaction that an error has aborted."""
 
 
 def plain_cursor(connection: Any) -> Any:
-    """Make a cursor with placeholders `%s`, whose rows are tuples, whatever its connection makes for its owner."""
+    """Make a cursor with placeholders `%s`, whose rows are tuples, whatever its connection makes for its owner.
+
+    Raises:
+        OutboxError: if it is no connection of a driver.
+    """
+    if not hasattr(connection, "cursor"):
+        raise OutboxError(
+            f"expected a connection of a PostgreSQL driver, got {type(connection).__module__}."
+            f"{type(connection).__name__}; for sessions and connections of SQLAlchemy there is outbox_sqlalchemy"
+        )
     psycopg, psycopg2 = sys.modules.get("psycopg"), sys.modules.get("psycopg2.extensions")
     for each in (connection, getattr(connection, "driver_connection", None)):  # the latter of an SQLAlchemy pool
         if psycopg is not None and isinstance(each, psycopg.Connection):

@@ -35,6 +35,7 @@ from typing import Any, Literal, NamedTuple
 
 from outbox_core.drivers import plain_cursor
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
+from outbox_core.plain import column_text, named, plain
 from outbox_core.row_security import fetch_on, hides_sql, refuse_hidden
 from outbox_core.schema import (
     OUTBOX_FIRST,
@@ -269,7 +270,7 @@ class Holds:
     def __init__(self, outbox: str | TableName = "outbox", actor: str | None = None) -> None:
         self.outbox = TableName.parse(outbox) if isinstance(outbox, str) else outbox
         self.table = hold_beside(self.outbox)
-        self.actor = _text(actor, "actor")
+        self.actor = column_text(actor, "actor")
 
     def __repr__(self) -> str:
         return f"Holds({str(self.outbox)!r})"
@@ -287,15 +288,15 @@ class Holds:
     ) -> _Listing:
         """List the holds, by topic, key and record: at most `limit` of those that match all that is given."""
         outbox = self._identify(connection).outbox
-        wanted = _Selection(outbox, records, topic, _text(key, "key"), cause=cause, kind=kind)
-        rows = self._fetch(connection, self._sql(_LIST, wanted.filter), [*wanted.parameters, limit])
+        wanted = _Selection(outbox, records, topic, column_text(key, "key"), cause=cause, kind=kind)
+        rows = self._fetch(connection, self._sql(_LIST, wanted.filter), [*wanted.parameters, plain(limit)])
         return [Hold._make([*row[:-1], datetime.fromisoformat(row[-1])]) for row in rows]
 
     def causes(self, connection: Connection, *, limit: int | None = None) -> _Causes:
         """Group the holds by topic, kind and cause, and return at most `limit` groups, the largest first."""
         wanted = _Selection(self._identify(connection).outbox)
         statement = self._sql(_CAUSES, wanted.filter, rows=_HEAD_ROWS)
-        rows = self._fetch(connection, statement, [*wanted.parameters, *wanted.parameters, limit])
+        rows = self._fetch(connection, statement, [*wanted.parameters, *wanted.parameters, plain(limit)])
         return [
             HoldCause._make([*row[:6], *map(datetime.fromisoformat, row[6:8]), row[8], _without_none(row[9])])
             for row in rows
@@ -314,7 +315,7 @@ class Holds:
     ) -> int:
         """Count the holds that match all that is given: what an action would change."""
         outbox = self._identify(connection).outbox
-        wanted = _Selection(outbox, records, topic, _text(key, "key"), cause=cause, kind=kind, holds=holds)
+        wanted = _Selection(outbox, records, topic, column_text(key, "key"), cause=cause, kind=kind, holds=holds)
         count: int = self._fetch(connection, self._sql(_MATCHING, wanted.filter), wanted.parameters)[0][0]
         return count
 
@@ -324,6 +325,7 @@ class Holds:
         Raises:
             InvalidConfig: if Kafka accepts no topic of that name.
         """
+        topic, key = named(topic, "topic"), column_text(key, "key")
         if not is_legal(topic):
             raise InvalidConfig(f"{topic[:300]!r} is not a topic name that Kafka accepts")
         waiting = self.waiting_topics(connection, key)
@@ -342,14 +344,14 @@ class Holds:
 
         Of a key's held record that is the record and those behind it.
         """
-        wanted = _Selection(self._identify(connection).outbox, topic=topic, key=_text(key, "key"))
+        wanted = _Selection(self._identify(connection).outbox, topic=topic, key=column_text(key, "key"))
         statement = self._sql(_BEHIND, wanted.filter, rows=_HEAD_ROWS)
         return dict(self._fetch(connection, statement, wanted.parameters))
 
     def waiting_topics(self, connection: Connection, key: str | bytes | None = None) -> dict[str, bool]:
         """Return the topics of the oldest 10,000 records, and of each whether one of them has this key."""
         refuse_hidden(fetch_on(connection), [self.outbox])
-        rows = self._fetch(connection, self._sql(_LANES, rows=_HEAD_ROWS), [_text(key, "key")])
+        rows = self._fetch(connection, self._sql(_LANES, rows=_HEAD_ROWS), [column_text(key, "key")])
         return {topic: bool(has_key) for topic, _, has_key in sorted(rows, key=lambda row: -row[1])}
 
     def add(self, connection: Connection, topic: str, key: str | bytes | None = None, *, reason: str = "") -> bool:
@@ -357,7 +359,7 @@ class Holds:
 
         The topic need not exist. The `reason` is for readers of the list.
         """
-        which = _named(topic, "topic"), _text(key, "key"), None
+        which = named(topic, "topic"), column_text(key, "key"), None
         return self._add(connection, self._identify(connection), which, reason)
 
     def add_record(self, connection: Connection, record_id: int, *, reason: str = "") -> bool:
@@ -397,7 +399,7 @@ class Holds:
         if records is None and topic is None:
             raise InvalidConfig("release: name records, a topic, or a topic and a key")
         place = self._identify(connection)
-        wanted = _Selection(place.outbox, records, topic, _text(key, "key"))
+        wanted = _Selection(place.outbox, records, topic, column_text(key, "key"))
         if records is None and key is None:
             wanted = _Selection(place.outbox, topic=topic, kind="topic")
         return self._release(connection, place, wanted, reason)
@@ -413,7 +415,7 @@ class Holds:
     ) -> int:
         """Let every held record be published again (of a topic, of a key of it, of a cause); return how many."""
         place = self._identify(connection)
-        wanted = _Selection(place.outbox, topic=topic, key=_text(key, "key"), cause=cause, kind="record")
+        wanted = _Selection(place.outbox, topic=topic, key=column_text(key, "key"), cause=cause, kind="record")
         return self._release(connection, place, wanted, reason)
 
     def release_holds(self, connection: Connection, ids: Iterable[int], *, reason: str = "") -> int:
@@ -425,7 +427,7 @@ class Holds:
         """End the pause of a topic, or of a key of it, while held records stay held; return how many holds ended."""
         place = self._identify(connection)
         kind: HoldKind = "topic" if key is None else "key"
-        wanted = _Selection(place.outbox, topic=_named(topic, "topic"), key=_text(key, "key"), kind=kind)
+        wanted = _Selection(place.outbox, topic=named(topic, "topic"), key=column_text(key, "key"), kind=kind)
         return self._release(connection, place, wanted, reason)
 
     def skip(
@@ -444,7 +446,7 @@ class Holds:
         Every held record is deleted, unless `records`, `topic`, `key`, the `cause` or the ids of `holds` say which.
         """
         place = self._identify(connection)
-        wanted = _Selection(place.outbox, records, topic, _text(key, "key"), cause=cause, holds=holds)
+        wanted = _Selection(place.outbox, records, topic, column_text(key, "key"), cause=cause, holds=holds)
         noted = self._noted(place, EventKind.SKIPPED, reason)
         return self._count(connection, self._sql(_SKIP, wanted.filter, noted.sql), wanted.parameters, noted)
 
@@ -465,7 +467,7 @@ class Holds:
         Every held record is requested, unless `records`, `topic`, `key`, the `cause` or the ids of `holds` say which.
         """
         place = self._identify(connection)
-        wanted = _Selection(place.outbox, records, topic, _text(key, "key"), cause=cause, holds=holds)
+        wanted = _Selection(place.outbox, records, topic, column_text(key, "key"), cause=cause, holds=holds)
         noted = self._noted(place, EventKind.DEAD_LETTER_ASKED, reason)
         return self._change(connection, self._sql(_DEAD_LETTER, wanted.filter), wanted.parameters, noted)
 
@@ -473,7 +475,7 @@ class Holds:
         self, connection: Connection, place: _Place, which: tuple[str, str | None, int | None], reason: str
     ) -> bool:
         name = place.outbox
-        parameters = [hold_id(name, *which), name, *which, _text(reason, "reason"), name, *which]
+        parameters = [hold_id(name, *which), name, *which, column_text(reason, "reason"), name, *which]
         return self._change(connection, self._sql(_ADD), parameters, self._noted(place, EventKind.HELD, reason)) > 0
 
     def _release(self, connection: Connection, place: _Place, wanted: _Selection, reason: str) -> int:
@@ -502,7 +504,7 @@ class Holds:
         if not place.has_events:
             return _Noted("", [])
         events = events_beside(self.outbox).quoted.replace("%", "%%")
-        parameters = [place.outbox, str(kind), self.actor, _text(reason, "reason") or ""]
+        parameters = [place.outbox, str(kind), self.actor, column_text(reason, "reason") or ""]
         return _Noted(_NOTED.format(events=events), parameters)
 
     def _change(self, connection: Connection, change: str, parameters: Sequence[Any], noted: _Noted) -> int:
@@ -565,10 +567,10 @@ class _Selection:
                 self.parameters.append(f"{{{','.join(str(_number(identity)) for identity in ids)}}}")
         if cause is not None:
             self.filter += f" AND {_PATTERN} = %s"
-            self.parameters.append(_text(cause, "cause"))
+            self.parameters.append(column_text(cause, "cause"))
         if topic is not None:
             self.filter += " AND held.kafka_topic = %s"
-            self.parameters.append(_named(topic, "topic"))
+            self.parameters.append(named(topic, "topic"))
         if key is not None:
             self.filter += " AND held.kafka_key = %s"
             self.parameters.append(key)
@@ -579,32 +581,7 @@ def _without_none(ids: Iterable[int | None]) -> tuple[int, ...]:
 
 
 def _number(identity: object) -> int:
+    identity = plain(identity)
     if not isinstance(identity, int) or isinstance(identity, bool) or identity not in _BIGINTS:
         raise InvalidConfig(f"a record is named by its id, a whole number, not by {identity!r:.100}")
     return identity
-
-
-def _named(text: object, what: str) -> str:
-    if not isinstance(text, str) or not text:
-        raise InvalidConfig(f"{what}: expected a name, got {text!r:.100}")
-    return _text(text, what) or ""
-
-
-def _text(text: object, what: str) -> str | None:
-    """Return text for a text column: keys are kept as the UTF-8 that they are in Kafka."""
-    if text is None:
-        return None
-    if isinstance(text, bytes) and what == "key":
-        try:
-            text = text.decode()
-        except UnicodeDecodeError:
-            raise InvalidConfig("key: bytes that are not UTF-8 cannot be in the text column kafka_key") from None
-    if not isinstance(text, str):
-        raise InvalidConfig(f"{what}: expected str, got {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidConfig(f"{what}: cannot be encoded as UTF-8 ({error.reason} at {error.start})") from None
-    if "\0" in text:
-        raise InvalidConfig(f"{what}: contains a NUL character, which a text column cannot hold")
-    return text

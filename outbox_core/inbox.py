@@ -41,6 +41,7 @@ from uuid import UUID
 
 from outbox_core.drivers import ABORTED_TRANSACTION, plain_cursor, sqlstate
 from outbox_core.errors import AcceptanceLost, InvalidMessageId, OutboxError
+from outbox_core.plain import plain
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName, iso_time_sql
 from outbox_core.stasher import Connection, require_transaction
@@ -291,13 +292,14 @@ def inbox_key(source: object, message_id: object) -> tuple[str, str]:
 
 
 def _text(value: object, field: str) -> str:
+    value = plain(value)
     if isinstance(value, bytes) and field == "message_id":
         try:
             value = value.decode()
         except UnicodeDecodeError:
             raise InvalidMessageId("message_id: bytes that are not UTF-8; encode them, for example by .hex()") from None
     if isinstance(value, UUID):
-        return str(value)
+        return UUID.__str__(value)
     if isinstance(value, int) and not isinstance(value, bool):
         value = _digits(value, field)
     if not isinstance(value, str):
@@ -315,12 +317,12 @@ def _text(value: object, field: str) -> str:
         raise InvalidMessageId(
             f"{field}: {length} bytes are more than the {MAX_ID_BYTES} that an inbox keeps; use a hash of it"
         )
-    return str.__str__(value)
+    return value
 
 
 def _digits(number: int, field: str) -> str:
     try:
-        return int.__repr__(number)  # an enum's own text would be its name
+        return str(number)
     except ValueError as error:
         raise InvalidMessageId(f"{field}: {error}") from None
 

@@ -17,6 +17,7 @@ from uuid import UUID
 
 from outbox_core.errors import InvalidRecord
 from outbox_core.formats.serializer import Serializer, serialize
+from outbox_core.plain import plain
 from outbox_core.topic_names import topic_problem
 
 __all__ = [
@@ -50,9 +51,13 @@ class Header(NamedTuple):
 class OutboxRecord:
     """A Kafka message that is written with the caller's transaction.
 
+    Text, bytes and whole numbers may be of the caller's own types: an Enum of texts counts as its value, a lazy text
+    as what it says.
+
     Attributes:
         topic: name of the Kafka topic: 1 to 249 of the characters a-z A-Z 0-9 . _ - Topics that Kafka and the outbox
-            are run through are refused: `__...`, and names that end in `.neli`, `.manifests` or `.relay-manifests`.
+            are run through are refused: `__...`, names that end in `.neli`, `.manifests` or `.relay-manifests`, and
+            `<database>.<schema>.<table>.dead-letter`.
         key: decides the partition and the order: records of one topic and key are published in the order of their
             stashing. `str`, UTF-8 `bytes`, `int` and `UUID` are kept as text, at most 64 KiB. None: no key, no
             order. An empty key is a key: its records keep their order, in partition 0.
@@ -82,10 +87,10 @@ class OutboxRecord:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        _check_topic(self.topic)
+        set_field(self, "topic", _topic(self.topic))
         set_field(self, "key", _key(self.key))
         set_field(self, "headers", _headers(self.headers))
-        _check_partition(self.partition)
+        set_field(self, "partition", _partition(self.partition))
         serializer, value = self.serializer, self.value
         set_field(self, "_given", value)
         if serializer is None or value is None:
@@ -130,22 +135,27 @@ def _as_it_is(value: bytes | str) -> bytes | str:
     return value
 
 
-def _check_topic(topic: object) -> None:
+def _topic(topic: object) -> str:
+    topic = plain(topic)
     if not isinstance(topic, str) or not topic:
         raise InvalidRecord(f"topic: a record needs the name of a Kafka topic, got {type(topic).__name__} {topic!r}")
     problem = topic_problem(topic)
     if problem is not None:
         raise InvalidRecord(f"topic: {problem}")
+    return topic
 
 
-def _check_partition(partition: object) -> None:
+def _partition(partition: object) -> int | None:
+    partition = plain(partition)
     if partition is None:
-        return
+        return None
     if not isinstance(partition, int) or isinstance(partition, bool) or not 0 <= partition <= _MAX_PARTITION:
         raise InvalidRecord(f"partition: expected a whole number from 0 to {_MAX_PARTITION} or None, got {partition!r}")
+    return partition
 
 
 def _key(key: object) -> str | None:
+    key = plain(key)
     if key is None:
         return None
     if isinstance(key, bytes):
@@ -154,10 +164,10 @@ def _key(key: object) -> str | None:
         except UnicodeDecodeError:
             raise InvalidRecord("key: bytes that are not UTF-8 do not fit the text column kafka_key") from None
     if isinstance(key, UUID):
-        return str(key)
+        return UUID.__str__(key)
     if isinstance(key, int) and not isinstance(key, bool):
         try:
-            return int.__repr__(key)  # an enum's own text would be its name
+            return str(key)
         except ValueError as error:
             raise InvalidRecord(f"key: {error}") from None
     if not isinstance(key, str):
@@ -167,8 +177,7 @@ def _key(key: object) -> str | None:
 
 
 def _value(value: object) -> bytes | str | None:
-    if isinstance(value, bytearray | memoryview):
-        value = bytes(value)
+    value = plain(value)
     if value is None:
         return None
     text = value if isinstance(value, bytes | str) else _json(value)
@@ -196,11 +205,12 @@ def json_default(value: object) -> object:
     Raises:
         TypeError: if the library has nothing for it either.
     """
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
-    if isinstance(value, timedelta):
-        return _iso_duration(value)
-    if isinstance(value, UUID | Decimal) or type(value).__name__ == "__proxy__":  # Django's gettext_lazy, say
+    own = plain(value)
+    if isinstance(own, str | int):
+        return own
+    if isinstance(value, datetime | date | time | timedelta):
+        return _iso_duration(value) if isinstance(value, timedelta) else value.isoformat()
+    if isinstance(value, UUID | Decimal):
         return str(value)
     if isinstance(value, Enum):
         return value.value
@@ -236,11 +246,9 @@ def _header(position: int, pair: object) -> Header:
     where = f"headers[{position}]"
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise InvalidRecord(f"{where}: expected a (name, value) pair, got {pair!r:.200}")
-    key, value = pair
+    key, value = map(plain, pair)
     if not isinstance(key, str):
         raise InvalidRecord(f"{where}: the name must be str, got {type(key).__name__}")
-    if isinstance(value, bytearray | memoryview):
-        value = bytes(value)
     if isinstance(value, str):
         _check_encodable(value, where)
     elif value is not None and not isinstance(value, bytes):

@@ -8,6 +8,8 @@ from typing import Final
 MAX_TOPIC_LENGTH: Final = 249
 _LEGAL = re.compile(r"[a-zA-Z0-9._-]{1,249}\Z")
 _CONTROL_SUFFIXES = (".neli", ".manifests", ".relay-manifests")
+_DEAD_LETTERS = re.compile(r"[^.]+\.[^.]+\..+\.dead-letter")
+"""`<database>.<schema>.<table>.dead-letter`, of any outbox."""
 
 
 def is_legal(topic: str) -> bool:
@@ -35,4 +37,7 @@ def topic_problem(topic: str) -> str | None:
     # For every outbox: recovery believes manifests, and claims depose leaders.
     if topic.endswith(_CONTROL_SUFFIXES):
         return f"{topic!r} is a topic that outboxes are run through: {', '.join(_CONTROL_SUFFIXES)} are not for records"
+    # An operator would take a forged letter for one of that outbox's, and stash it anew there.
+    if _DEAD_LETTERS.fullmatch(topic):
+        return f"{topic!r} is named as the dead-letter topic of an outbox: these are not for records"
     return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox_core.claims import ClaimCheck, ClaimStore
 from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_core.plain import plain
 from outbox_core.printable import escape_log_lines
 from outbox_core.record import OutboxRecord
 from outbox_queue.config import QueueConfig
@@ -242,5 +243,6 @@ def _text(content: bytes) -> bytes | str:
 def _check_concurrency(concurrency: int | None, *, may_be_none: bool = True) -> None:
     if concurrency is None and may_be_none:
         return
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+    number = plain(concurrency)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InvalidMessage(f"concurrency: expected a whole number of 1 or more, got {concurrency!r}")

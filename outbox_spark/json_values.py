@@ -4,6 +4,11 @@
 the first of two elements of a list within an object: text after it is then an error. A value that closes the list
 (`{"n": 1}]} and more`) cuts off the second element, the seal, and cannot forge it: the names of list and seal are
 secret. Fields declared NOT NULL are required, at any depth. Decimals are rounded to their scale, whole numbers never.
+
+Decimals are read as VARIANT, at any depth. `from_json` writes a number for a decimal out in full before it looks
+whether it fits, also a quoted one: 25 bytes cost hours (`"1e64000000"`), and a million digits minutes. A cast of short
+text looks at the number of digits first. VARIANT keeps a number exactly, but one with an exponent, or of more than 38
+digits, as a double: where that may have lost digits, it is a misfit.
 """
 
 from __future__ import annotations
@@ -13,7 +18,17 @@ from typing import Any
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import ArrayType, BooleanType, DataType, StringType, StructField, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DataType,
+    DecimalType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    VariantType,
+)
 
 from outbox_core.errors import InvalidConfig
 
@@ -24,8 +39,9 @@ SINGLE = f"single_{_SECRET}"
 """The array in the result of `parsed`; its first element has the value's fields."""
 _SEAL = f"seal_{_SECRET}"  # of the second element
 _EARLIEST_YEAR, _LATEST_YEAR = 1, 9999
-# Spark writes a number for a decimal out in full before it looks whether it fits: some bytes cost hours, or the memory.
-_HUGE_NUMBER = r"[:,\[]\s*+-?+[0-9.]++[eE][+-]?+[0-9]{4,}+\s*+[,}\]]"
+_LONGEST_DECIMAL = 1_000  # bytes of its text: as many as Spark takes of a number that is not quoted
+# A number that a double may not hold. Each run of digits is looked at once.
+_LONG_NUMBER = r"(?<![0-9.])(?:[0-9.]{17,}+[eE]|[0-9.]{39})"
 
 
 def parse_schema(ddl: str) -> StructType:
@@ -45,14 +61,22 @@ def parse_schema(ddl: str) -> StructType:
 
 
 def parsed(text: Column, schema: StructType) -> Column:
-    """Parse a value's text (NULL if it is not UTF-8) into a struct of `SINGLE` and `_corrupt`, for `problem`."""
-    sealed = StructType([*schema.fields, StructField(_SEAL, BooleanType())])
+    """Parse a value's text (NULL if it is not UTF-8) into a struct of `SINGLE` and `_corrupt`, for `problem`.
+
+    Its decimals are of type VARIANT, which `fields` makes decimals of.
+    """
+    loose = [StructField(field.name, _loose(field.dataType), field.nullable) for field in schema.fields]
+    sealed = StructType([*loose, StructField(_SEAL, BooleanType())])
     wrapper = StructType([StructField(SINGLE, ArrayType(sealed)), StructField(_CORRUPT, StringType())])
     options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
-    if _has_decimals(schema):
-        text = F.when(~text.rlike(_HUGE_NUMBER), text)
     wrapped = F.concat(F.lit(f'{{"{SINGLE}":['), text, F.lit(f',{{"{_SEAL}":true}}]}}'))
     return F.from_json(wrapped, wrapper, options)
+
+
+def fields(wrapped: str, schema: StructType) -> dict[str, str]:
+    """Return SQL expressions of the fields of a value without a problem, from SQL of its `parsed`."""
+    element = f"get({wrapped}.{SINGLE}, 0)"
+    return {field.name: _exact(field.dataType, f"{element}.{_name(field.name)}", 0) for field in schema.fields}
 
 
 def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
@@ -63,25 +87,92 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
         f"THEN '{_text(field.name)} is no {_text(field.dataType.simpleString().upper())}' END"
         for field in schema.fields
     ]
-    is_huge = f"{text} RLIKE r'{_HUGE_NUMBER}'" if _has_decimals(schema) else "false"
+    decimals = [
+        f"CASE WHEN {condition} THEN '{_text(path)} is no {kind}' END"
+        for path, kind, condition in _no_decimals(schema, element, text, "", 0)
+    ]
     # CASE is lazy: both lists are evaluated only for misfits.
     return f"""CASE
         WHEN {value} IS NULL THEN NULL
         WHEN {text} IS NULL THEN 'the value is not UTF-8 text'
         WHEN {wrapped} IS NULL OR {wrapped}.{_CORRUPT} IS NOT NULL THEN
-            CASE WHEN {is_huge} THEN 'a number has an exponent of more than three digits'
-                 WHEN try_parse_json({text}) IS NULL THEN 'the value is not JSON'
+            CASE WHEN try_parse_json({text}) IS NULL THEN 'the value is not JSON'
                  WHEN {text} NOT LIKE '%{{%' OR ltrim({text}) NOT LIKE '{{%' THEN 'the value is not a JSON object'
                  ELSE concat('the value does not fit the schema: ',
                              coalesce(nullif({_joined(misfits)}, ''), 'a field within a field, or text behind it')) END
         WHEN size({wrapped}.{SINGLE}) != 2 OR {element} IS NULL OR {seal}.{_SEAL} IS NULL THEN
             'the value is not one JSON object'
+        {_when("the value does not fit the schema: ", decimals)}
         {unmet(element, schema)}
         END"""
 
 
-def _has_decimals(schema: StructType) -> bool:
-    return "decimal" in schema.simpleString()
+def _has_decimals(kind: DataType) -> bool:
+    return "decimal" in kind.simpleString()
+
+
+def _loose(kind: DataType) -> DataType:
+    """Return a type with VARIANT in the place of each decimal."""
+    if isinstance(kind, DecimalType):
+        return VariantType()
+    if isinstance(kind, StructType):
+        return StructType([StructField(field.name, _loose(field.dataType), field.nullable) for field in kind.fields])
+    if isinstance(kind, ArrayType):
+        return ArrayType(_loose(kind.elementType), kind.containsNull)
+    if isinstance(kind, MapType):
+        return MapType(kind.keyType, _loose(kind.valueType), kind.valueContainsNull)
+    return kind
+
+
+def _exact(kind: DataType, value: str, depth: int) -> str:
+    """Return SQL of a value as its declared type, from SQL of it as the type of `_loose`."""
+    variable = f"v{depth}"
+    if not _has_decimals(kind):
+        return value
+    if isinstance(kind, StructType):
+        pairs = (
+            f"'{_text(field.name)}', {_exact(field.dataType, f'{value}.{_name(field.name)}', depth)}"
+            for field in kind.fields
+        )
+        return f"IF({value} IS NULL, NULL, named_struct({', '.join(pairs)}))"
+    if isinstance(kind, ArrayType):
+        return f"transform({value}, {variable} -> {_exact(kind.elementType, variable, depth + 1)})"
+    if isinstance(kind, MapType):
+        return f"transform_values({value}, (k{depth}, {variable}) -> {_exact(kind.valueType, variable, depth + 1)})"
+    text = _decimal_text(value)
+    return f"IF(octet_length({text}) <= {_LONGEST_DECIMAL}, try_cast({text} AS {kind.simpleString()}), NULL)"
+
+
+def _decimal_text(value: str) -> str:
+    return f"try_variant_get({value}, '$', 'STRING')"
+
+
+def _no_decimals(kind: DataType, value: str, text: str, path: str, depth: int) -> list[tuple[str, str, str]]:
+    """Return path and type of each decimal of a `_loose` value, and the condition under which one there is none."""
+    variable = f"v{depth}"
+    if not _has_decimals(kind):
+        return []
+    if isinstance(kind, StructType):
+        return [
+            found
+            for field in kind.fields
+            for found in _no_decimals(
+                field.dataType,
+                f"{value}.{_name(field.name)}",
+                text,
+                f"{path}.{field.name}" if path else field.name,
+                depth,
+            )
+        ]
+    if isinstance(kind, ArrayType | MapType):
+        element, values = (
+            (kind.elementType, value) if isinstance(kind, ArrayType) else (kind.valueType, f"map_values({value})")
+        )
+        inner = _no_decimals(element, variable, text, f"{path}[]", depth + 1)
+        return [(name, type_, f"exists({values}, {variable} -> {condition})") for name, type_, condition in inner]
+    is_none = f"{_decimal_text(value)} IS NOT NULL AND {_exact(kind, value, depth)} IS NULL"
+    is_rounded = f"schema_of_variant({value}) = 'DOUBLE' AND {text} RLIKE r'{_LONG_NUMBER}'"
+    return [(path, kind.simpleString().upper(), f"({is_none} OR {is_rounded})")]
 
 
 def unmet(value: str, schema: StructType) -> str:

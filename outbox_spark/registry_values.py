@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from datetime import UTC, time
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -139,7 +139,82 @@ def _avro(client: SchemaRegistryClient) -> Callable[[bytes, Any, Any], Any]:
     from confluent_kafka.schema_registry.avro import AvroDeserializer
 
     deserialize = AvroDeserializer(client)
-    return lambda value, context, _: _plain(deserialize(value, context))
+    checked: set[tuple[Any, Any]] = set()
+
+    def read(value: bytes, context: Any, writer: Any) -> Any:
+        key = (writer.id, writer.guid)
+        if key not in checked:
+            definitions: dict[str, Any] = {}
+            schema = _avro_schema(client, _schema_of(client, writer), definitions)
+            if _has_weightless_items(schema, definitions):
+                raise UnreadableValue(
+                    "it has an array whose items have no bytes, so that some bytes are millions of them"
+                )
+            checked.add(key)
+        return _plain(deserialize(value, context))
+
+    return read
+
+
+def _schema_of(client: SchemaRegistryClient, writer: Any, **options: Any) -> Any:
+    """Return the schema of a value's writer, from the registry or the client's cache."""
+    if writer.id is not None:
+        return client.get_schema(writer.id, **options)
+    return client.get_schema_by_guid(str(writer.guid), **options)
+
+
+def _avro_schema(client: SchemaRegistryClient, schema: Any, definitions: dict[str, Any]) -> Any:
+    """Return a schema as JSON, and note the types that it and those it refers to define, by their names."""
+    for reference in schema.references or ():
+        _avro_schema(client, client.get_version(reference.subject, reference.version).schema, definitions)
+    try:
+        document = json.loads(schema.schema_str)
+    except ValueError:  # a primitive's name, without quotes
+        return schema.schema_str
+    for part in _parts(document):
+        if "name" in part:
+            definitions[str(part["name"]).rpartition(".")[2]] = part
+    return document
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield the types that are defined within an Avro schema."""
+    if isinstance(schema, list):
+        for member in schema:
+            yield from _parts(member)
+    elif isinstance(schema, dict):
+        yield schema
+        inner = [schema.get("type"), schema.get("items"), schema.get("values")]
+        for part in (*inner, *(field.get("type") for field in schema.get("fields") or ())):
+            yield from _parts(part)
+
+
+def _has_weightless_items(schema: Any, definitions: Mapping[str, Any]) -> bool:
+    """Tell whether a schema has an array of items that Avro writes in no bytes: five bytes may be 40 million of them.
+
+    Types of one name in several namespaces count as the last one: such a schema may be refused for nothing.
+    """
+    parts = [*_parts(schema), *(part for known in definitions.values() for part in _parts(known))]
+    known: dict[int, bool] = {}
+    return any(part.get("type") == "array" and _is_weightless(part.get("items"), definitions, known) for part in parts)
+
+
+def _is_weightless(kind: Any, definitions: Mapping[str, Any], known: dict[int, bool]) -> bool:
+    if isinstance(kind, str) and kind != "null":
+        kind = definitions.get(kind.rpartition(".")[2])
+    if not isinstance(kind, dict):
+        return bool(kind == "null")  # a union has its number, and other primitives have some bytes
+    if id(kind) not in known:
+        known[id(kind)] = False  # of a record within itself
+        within = kind.get("type")
+        if within in ("record", "error"):
+            fields = [field.get("type") for field in kind.get("fields") or ()]
+            known[id(kind)] = all(_is_weightless(field, definitions, known) for field in fields)
+        elif within == "fixed":
+            known[id(kind)] = kind.get("size") == 0
+        elif within not in ("array", "map", "enum"):
+            known[id(kind)] = _is_weightless(within, definitions, known)
+    return known[id(kind)]
 
 
 class _Protobuf:
@@ -164,10 +239,7 @@ class _Protobuf:
         from google.protobuf.descriptor_pool import DescriptorPool
         from google.protobuf.message_factory import GetMessageClass
 
-        if writer.id is not None:
-            schema = self._client.get_schema(writer.id, fmt=_SERIALIZED)
-        else:
-            schema = self._client.get_schema_by_guid(str(writer.guid), fmt=_SERIALIZED)
+        schema = _schema_of(self._client, writer, fmt=_SERIALIZED)
         pool, name = DescriptorPool(), f"{writer.id or writer.guid}.proto"
         self._add(pool, name, schema)
         first, *within = writer.message_indexes

@@ -107,6 +107,12 @@ def _control_topics(names: OutboxNames) -> list[HostileRow]:
         ("relay-manifest", names.relay, forged, "deletes rows of others, exactly once too (C1)"),
         ("leader-claim", names.leader, claim, "deposes the leader (H4)"),
         ("dead-letters", names.dead_letters, b"x", "a letter that none of the harvesters wrote"),
+        (
+            "other-dead-letters",
+            "another.public.outbox.dead-letter",
+            b"x",
+            "a letter that another outbox's console shows",
+        ),
         ("other-neli", "another.public.outbox.neli", claim, "deposes another outbox's leader"),
         ("other-manifests", "another.public.outbox.manifests", forged, "deletes another outbox's rows"),
         ("other-relay-manifests", "another.public.outbox.relay-manifests", forged, "the same through its relay"),

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from uuid import uuid4
 
 from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_core.plain import plain
 
 CLAIM_HEADER = "outbox-claim"
 """The header with the name of a record's payload; the record's value is empty then."""
@@ -74,6 +75,7 @@ class ClaimCheck:
     __slots__ = ("above", "store")
 
     def __init__(self, store: ClaimStore, above: int) -> None:
+        above = plain(above)
         if isinstance(above, bool) or not isinstance(above, int) or above < 0:
             raise InvalidConfig(f"claim_check_above: expected a number of bytes, 0 or more, got {above!r}")
         if not all(callable(getattr(store, method, None)) for method in ("put", "get", "names", "delete")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -25,14 +26,23 @@ ALTER TABLE {table} ALTER COLUMN payload SET STORAGE EXTERNAL;
 
 
 class FolderStore:
-    """Payloads as files below a folder, which all writers and readers share: a volume, NFS.
+    """Payloads as files below a folder, which all writers and readers share: a volume, NFS. Links in it are refused.
 
     Args:
         folder: made if it is missing.
+        mode: who may read and write the files that are made; folders can be entered by whoever may read. 0o640 is for
+            readers of the same group.
+
+    Raises:
+        InvalidConfig: if `mode` is none.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, mode: int = 0o600) -> None:
+        if isinstance(mode, bool) or not isinstance(mode, int) or mode & ~0o666 or mode & 0o600 != 0o600:
+            raise InvalidConfig(f"mode: expected that of a file which its owner reads and writes, got {mode!r}")
         self._folder = Path(folder)
+        self._mode = mode
+        self._folder_mode = mode | (mode & 0o444) >> 2
 
     def __repr__(self) -> str:
         return f"FolderStore({str(self._folder)!r})"
@@ -40,8 +50,9 @@ class FolderStore:
     def put(self, name: str, payload: bytes) -> None:
         """Write a file, and flush it and its folder to the disk."""
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
+        self._folder.mkdir(self._folder_mode, parents=True, exist_ok=True)
+        path.parent.mkdir(self._folder_mode, exist_ok=True)
+        with open(path, "xb", opener=self._open) as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
@@ -51,7 +62,8 @@ class FolderStore:
     def get(self, name: str) -> bytes:
         """Read a file."""
         try:
-            return self._path(name).read_bytes()
+            with open(self._path(name), "rb", opener=self._open) as file:
+                return file.read()
         except FileNotFoundError:
             raise ClaimMissing(f"{self._folder} has no payload {name}") from None
 
@@ -66,6 +78,12 @@ class FolderStore:
 
     def _path(self, name: str) -> Path:
         return self._folder / _checked(name)
+
+    def _open(self, path: str, flags: int) -> int:
+        """Open a file that is no link, in a folder that is none: another user could have it lead anywhere."""
+        if Path(path).parent.is_symlink():
+            raise OSError(errno.ELOOP, "the topic's folder is a link", path)
+        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), self._mode)
 
 
 class FsspecStore:

@@ -68,7 +68,8 @@ class ConsoleApp:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         user = await self._user(scope)
         refusal = NOT_AUTHORIZED if self._authorize is None else ""
-        request = _request_of(scope, await _body(scope, receive), user, refusal)
+        body = b"" if user is None else await _body(scope, receive)  # nobody makes us keep what is refused
+        request = _request_of(scope, body, user, refusal)
         loop = asyncio.get_running_loop()
         await _send(await loop.run_in_executor(self._threads, self._console.handle, request), send)
 

@@ -34,7 +34,7 @@ _ALWAYS = (
     ("Cross-Origin-Opener-Policy", "same-origin"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
 )
-_MOST_LOGIN_BYTES = 8 * 1024
+LONGEST_LOGIN_BYTES = 8 * 1024
 _READ_METHODS = ("GET", "HEAD")
 
 
@@ -190,8 +190,8 @@ class Console:
         return json_response(document, headers=headers)
 
     def _log_in(self, request: Request, login: Login) -> Response:
-        if len(request.body) > _MOST_LOGIN_BYTES:
-            raise ApiError(413, "too_large", f"a login has at most {_MOST_LOGIN_BYTES} bytes")
+        if len(request.body) > LONGEST_LOGIN_BYTES:
+            raise ApiError(413, "too_large", f"a login has at most {LONGEST_LOGIN_BYTES} bytes")
         body = Fields.of_body(request)
         token, name = body.required("token", most=1000), body.text("name", most=100) or ""
         body.finish()

@@ -14,7 +14,7 @@ from outbox_core.console.fields import Fields, bigint
 from outbox_core.console.messages import ApiError, Response, not_found
 from outbox_core.console.outboxes import ConsoleOutbox, unavailable
 from outbox_core.console.timeline import leaderships
-from outbox_core.console.values import record_as_json
+from outbox_core.console.values import MOST_HEADERS, MOST_LISTED_HEADERS, record_as_json, within_budget
 from outbox_core.doctor.findings import CommandLine
 from outbox_core.doctor.pending import SEARCHED_ROWS, PeekQuery, peek, search_end
 from outbox_core.doctor.postgres import PostgresChecks
@@ -188,6 +188,7 @@ def records(outbox: ConsoleOutbox, query: Fields) -> Any:
         after=query.bigint("after"),
         limit=query.integer("limit", 50, 1, 200),
         value_bytes=PREVIEW_BYTES,
+        headers=MOST_LISTED_HEADERS,
     )
     query.finish()
     is_filtered = any(one is not None for one in (chosen.topic, chosen.key, chosen.header))
@@ -197,10 +198,11 @@ def records(outbox: ConsoleOutbox, query: Fields) -> Any:
         # Before the search: what the harvester deletes in between has it look further than this, and leave out none.
         next_after = search_end(session, chosen.after) if is_search else None
         found = peek(session, chosen)
-        if chosen.record_id is None and len(found) == chosen.limit:
-            next_after = found[-1].id
+        shown = within_budget(record_as_json(record, PREVIEW_BYTES) for record in found)
+        if chosen.record_id is None and (len(found) == chosen.limit or len(shown) < len(found)):
+            next_after = found[len(shown) - 1].id
         return {
-            "records": [record_as_json(record, header_bytes=PREVIEW_BYTES) for record in found],
+            "records": shown,
             "next_after": None if next_after is None else str(next_after),
             "is_end": next_after is None,
             "searched": SEARCHED_ROWS,
@@ -212,7 +214,7 @@ def records(outbox: ConsoleOutbox, query: Fields) -> Any:
 def record(outbox: ConsoleOutbox, query: Fields, identity: str) -> Any:
     """Answer with one record, its headers and its value."""
     query.finish()
-    return outbox.read(lambda session: record_as_json(_pending(session, identity, WHOLE_BYTES)))
+    return outbox.read(lambda session: record_as_json(_pending(session, identity, WHOLE_BYTES), WHOLE_BYTES))
 
 
 def record_value(outbox: ConsoleOutbox, query: Fields, identity: str) -> Any:
@@ -323,7 +325,7 @@ def dead_letter(outbox: ConsoleOutbox, query: Fields, partition: str, offset: st
 
 def _pending(session: DatabaseSession, identity: str, value_bytes: int) -> Any:
     number = bigint(identity, "path.id")
-    found = peek(session, PeekQuery(record_id=number, limit=1, value_bytes=value_bytes))
+    found = peek(session, PeekQuery(record_id=number, limit=1, value_bytes=value_bytes, headers=MOST_HEADERS))
     if not found:
         raise not_found(f"there is no record {number}: it is published, or never was there")
     return found[0]

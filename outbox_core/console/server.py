@@ -18,7 +18,8 @@ from typing import Any, Self, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from outbox_core.console.access import User
-from outbox_core.console.console import Console
+from outbox_core.console.console import LONGEST_LOGIN_BYTES, Console
+from outbox_core.console.messages import LONGEST_BODY_BYTES
 from outbox_core.console.wsgi import Environ, StartResponse, request_of, send
 from outbox_core.printable import printable
 
@@ -199,7 +200,10 @@ class ConsoleServer:
         if environ.get("HTTP_TRANSFER_ENCODING"):
             start_response("411 Length Required", [*_TEXT])
             return [b"send the body with Content-Length"]
-        answer = self._console.handle(request_of(environ, self._user))
+        # Whoever logs in, or tries to, has no more to say than a token.
+        is_login = environ.get("PATH_INFO", "").strip("/") == "api/login"
+        most_bytes = LONGEST_LOGIN_BYTES if is_login else LONGEST_BODY_BYTES
+        answer = self._console.handle(request_of(environ, self._user, most_bytes=most_bytes))
         # Without this header the server would tell the version of Python.
         return send(answer, lambda status, headers: start_response(status, [*headers, _TEXT[1]]))
 

@@ -4,10 +4,42 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
+from typing import Any, Final, NamedTuple, Self
 
 from outbox_core.doctor.pending import PendingRecord
+
+MOST_HEADERS: Final = 1_000
+"""The headers of a record or letter that is shown alone; of more only the first."""
+MOST_LISTED_HEADERS: Final = 20
+"""The same in lists."""
+_ANSWER_BYTES: Final = 4 * 2**20
+
+
+class ShownHeader(NamedTuple):
+    """A header, with the beginning of its value, and the size of the whole."""
+
+    name: str
+    value: bytes | None
+    size_bytes: int
+
+    @classmethod
+    def of(cls, name: str, value: bytes | None, most: int) -> Self:
+        """Return a header with at most so much of its name and value."""
+        return cls(name[:most], None if value is None else value[:most], len(value or b""))
+
+
+def within_budget(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first documents of a list, as many as one answer may have; at least one, if there is any."""
+    found: list[dict[str, Any]] = []
+    left = _ANSWER_BYTES
+    for document in documents:
+        left -= len(json.dumps(document, ensure_ascii=False))
+        if left < 0 and found:
+            break
+        found.append(document)
+    return found
 
 
 def value_as_json(content: bytes | None, size_bytes: int | None = None) -> dict[str, Any]:
@@ -22,8 +54,8 @@ def value_as_json(content: bytes | None, size_bytes: int | None = None) -> dict[
     return {"kind": kind, "text": text, "base64": encoded, "size_bytes": size, "is_cut": is_cut}
 
 
-def record_as_json(record: PendingRecord, *, header_bytes: int | None = None) -> dict[str, Any]:
-    """Return a pending record; of its headers' values at most so many bytes."""
+def record_as_json(record: PendingRecord, header_bytes: int) -> dict[str, Any]:
+    """Return a pending record; of the names and values of its headers at most so much."""
     hold = None
     if record.hold_id is not None:
         hold = {"id": str(record.hold_id), "what": record.hold_kind, "cause": record.hold_reason}
@@ -37,17 +69,15 @@ def record_as_json(record: PendingRecord, *, header_bytes: int | None = None) ->
         "is_marked": record.is_marked,
         "size_bytes": record.size_bytes,
         "value": value_as_json(record.value, record.size_bytes),
-        "headers": headers_as_json(record.headers, header_bytes),
+        "headers": headers_as_json(ShownHeader.of(name, value, header_bytes) for name, value in record.headers),
+        "header_count": record.header_count,
         "hold": hold,
     }
 
 
-def headers_as_json(headers: Any, most_bytes: int | None = None) -> list[list[Any]]:
+def headers_as_json(headers: Iterable[ShownHeader]) -> list[list[Any]]:
     """Return headers, pairs of name and value, in their order."""
-    return [
-        [name, value_as_json(None if value is None else value[:most_bytes], len(value or b""))]
-        for name, value in headers
-    ]
+    return [[name, value_as_json(value, size)] for name, value, size in headers]
 
 
 def _text(content: bytes, *, is_cut: bool) -> str | None:

@@ -52,11 +52,12 @@ class ConsoleApp:
         """Answer one request."""
         user = None if self._authorize is None else checked_user(self._authorize(environ))
         refusal = NOT_AUTHORIZED if self._authorize is None else ""
-        return send(self._console.handle(request_of(environ, user, refusal)), start_response)
+        most = 0 if user is None else LONGEST_BODY_BYTES  # nobody makes us keep what is refused
+        return send(self._console.handle(request_of(environ, user, refusal, most_bytes=most)), start_response)
 
 
-def request_of(environ: Environ, user: User | None = None, refusal: str = "") -> Request:
-    """Return the request of an environ; reads its body, up to the longest one that is allowed."""
+def request_of(environ: Environ, user: User | None = None, refusal: str = "", *, most_bytes: int) -> Request:
+    """Return the request of an environ; reads so much of its body, and one byte to tell that it is longer."""
     headers = {
         name.removeprefix("HTTP_").replace("_", "-").lower(): str(value)
         for name, value in environ.items()
@@ -68,7 +69,7 @@ def request_of(environ: Environ, user: User | None = None, refusal: str = "") ->
         base_path=_text(environ.get("SCRIPT_NAME", "")),
         query=environ.get("QUERY_STRING", ""),
         headers=headers,
-        body=_body(environ),
+        body=_body(environ, most_bytes),
         is_secure=environ.get("wsgi.url_scheme") == "https",
         user=user,
         refusal=refusal,
@@ -82,14 +83,14 @@ def send(answer: Response, start_response: StartResponse) -> Iterable[bytes]:
     return [answer.body]
 
 
-def _body(environ: Environ) -> bytes:
+def _body(environ: Environ, most_bytes: int) -> bytes:
     try:
         length = int(environ.get("CONTENT_LENGTH") or 0)
     except ValueError:
         length = 0
-    if environ["REQUEST_METHOD"] != "POST" or length <= 0:
+    if environ["REQUEST_METHOD"] != "POST" or length <= 0 or not most_bytes:
         return b""
-    content: bytes = environ["wsgi.input"].read(min(length, LONGEST_BODY_BYTES + 1))
+    content: bytes = environ["wsgi.input"].read(min(length, most_bytes + 1))
     return content
 
 

@@ -30,8 +30,10 @@ SELECT r.id, coalesce(r.kafka_topic, ''), {key}, {partition}, coalesce(r.create_
        r.leader_id IS NOT NULL, coalesce(octet_length(r.kafka_value), 0),
        CASE WHEN r.kafka_value IS NULL THEN NULL ELSE {value} END,
        -- Arrays of any dimensions: those of a row that is held for them.
-       CASE WHEN shown.is_small THEN ARRAY(SELECT unnest(r.kafka_header_keys)) ELSE ARRAY['{too_large}'] END,
-       CASE WHEN shown.is_small THEN ARRAY(SELECT unnest(r.kafka_header_values)) END, {hold}
+       CASE WHEN shown.is_small THEN ARRAY(SELECT unnest(r.kafka_header_keys) LIMIT %(headers)s)
+            ELSE ARRAY['{too_large}'] END,
+       CASE WHEN shown.is_small THEN ARRAY(SELECT unnest(r.kafka_header_values) LIMIT %(headers)s) END,
+       cardinality(r.kafka_header_keys), {hold}
 FROM (
     SELECT * FROM (SELECT * FROM {table} WHERE {begin} ORDER BY id LIMIT {searched}) AS head
     WHERE (%(topic)s::text IS NULL OR kafka_topic = %(topic)s::text)
@@ -78,6 +80,7 @@ class PeekQuery:
         after: only with larger ids, for the next page; None for the first.
         limit: at most so many, up to 1,000.
         value_bytes: at most so much of each value. Headers are left out if they have more than that and 64 KiB.
+        headers: at most so many headers of each record, the first.
     """
 
     topic: str | None = None
@@ -88,6 +91,7 @@ class PeekQuery:
     after: int | None = None
     limit: int = 20
     value_bytes: int = 20_000
+    headers: int = 1_000
 
 
 class PendingRecord(NamedTuple):
@@ -107,6 +111,9 @@ class PendingRecord(NamedTuple):
     value: bytes | None
     """Its beginning, None for a tombstone."""
     headers: tuple[tuple[str, bytes | None], ...]
+    """The first of them."""
+    header_count: int
+    """The number of all of them."""
     hold_id: int | None
     """The hold that keeps it."""
     hold_reason: str
@@ -126,6 +133,7 @@ class PendingRecord(NamedTuple):
             "value": None if self.value is None else text_or_base64(self.value),
             "value_is_cut": self.value is not None and len(self.value) < self.size_bytes,
             "headers": [[name, None if value is None else text_or_base64(value)] for name, value in self.headers],
+            "header_count": self.header_count,
             "hold_id": self.hold_id,
             "hold_reason": self.hold_reason,
         }
@@ -186,14 +194,15 @@ def _parameters(session: DatabaseSession, query: PeekQuery) -> dict[str, Any]:
         "limit": query.limit,
         "bytes": query.value_bytes,
         "header_bytes": query.value_bytes + _HEADER_BYTES,
+        "headers": query.headers,
     }
 
 
 def _record(row: tuple[Any, ...]) -> PendingRecord:
-    *first, value, names, values, hold_id, hold_reason, hold_kind = row
+    *first, value, names, values, count, hold_id, hold_reason, hold_kind = row
     headers = tuple(
         (name or "", content.encode() if isinstance(content, str) else content)
         for name, content in zip(names, [None] if values is None else values, strict=False)
     )
     shown = None if value is None else bytes(value)
-    return PendingRecord._make([*first, shown, headers, hold_id, hold_reason, hold_kind])
+    return PendingRecord._make([*first, shown, headers, count or 0, hold_id, hold_reason, hold_kind])

@@ -18,6 +18,7 @@ from uuid import UUID, uuid4
 
 from outbox_core.errors import InvalidRecord, OutboxError
 from outbox_core.formats.serializer import Serializer
+from outbox_core.plain import plain
 from outbox_core.record import OutboxRecord
 
 __all__ = ["CloudEvent", "InvalidCloudEvent", "cloud_event_record"]
@@ -134,12 +135,12 @@ def cloud_event_record(
     Raises:
         InvalidRecord: naming the attribute or field that is wrong.
     """
-    if datacontenttype is None and serializer is None and not isinstance(data, bytes | bytearray | str | None):
+    if datacontenttype is None and serializer is None and not isinstance(plain(data), bytes | str | None):
         datacontenttype = "application/json"
     more = dict(extensions or {})
     given = {
         "specversion": _VERSION,
-        "id": str(uuid4() if id is None else id),
+        "id": str(uuid4() if id is None else plain(id)),
         "source": source,
         "type": type,
         "time": datetime.now(UTC) if time is None else time,
@@ -163,6 +164,7 @@ def cloud_event_record(
 
 
 def _text(name: str, value: object) -> str:
+    value = plain(value)
     if isinstance(value, datetime):
         if value.tzinfo is None:
             raise InvalidRecord(f"{name}: expected a time with a time zone, got {value!r}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from outbox_core.errors import SerializationFailed
+from outbox_core.plain import plain
 
 Serializer = Callable[..., Any]
 """A function of a value that returns `bytes` or `str`; or an instance of `confluent_kafka.serialization.Serializer`."""
@@ -46,8 +47,7 @@ def serialize(serializer: Serializer, value: object, topic: str, headers: Header
     except Exception as error:
         cause = str(error) or "no reason given"
         raise SerializationFailed(f"{where}: {type(error).__name__}: {cause}") from error
-    if isinstance(result, bytearray | memoryview):
-        result = bytes(result)
+    result = plain(result)
     if isinstance(result, bytes | str):
         return Serialized(result, pairs)
     if inspect.iscoroutine(result):

@@ -19,7 +19,7 @@ from typing import Final
 
 from outbox_core.kafka.clients import KafkaException
 from outbox_core.stores.interface import StoredRecord
-from outbox_core.topic_names import topic_problem
+from outbox_core.topic_names import is_legal
 
 LimitsAsked = Mapping[str, Future[int | None]]
 """topic -> its max.message.bytes, once it is known; None if the topic has none to show."""
@@ -80,7 +80,7 @@ class BatchSizes:
             if clock - topic.used_at >= _IN_USE_SECONDS:
                 self._look_again_at = 0.0
             topic.used_at = clock
-            if clock >= topic.ask_at and name not in self._asked and topic_problem(name) is None:
+            if clock >= topic.ask_at and name not in self._asked and is_legal(name):
                 wanted.append(name)
         if wanted and len(self._asked) < _ASKED_AT_ONCE:
             self._ask_for(wanted[:_ASKED_AT_ONCE], clock)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from outbox_core.drivers import plain_cursor
 from outbox_core.errors import InvalidConfig, OutboxTableError
+from outbox_core.plain import column_text, named
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import EventKind, TableName, archive_beside, archive_rotation, events_beside, iso_time_sql
 from outbox_core.stasher import Connection
@@ -192,7 +193,7 @@ class Archive:
     def __init__(self, outbox: str | TableName = "outbox", actor: str | None = None) -> None:
         self.outbox = TableName.parse(outbox) if isinstance(outbox, str) else outbox
         self.table = archive_beside(self.outbox)
-        self.actor = actor
+        self.actor = column_text(actor, "actor")
 
     def select(
         self,
@@ -205,9 +206,10 @@ class Archive:
         dead_letters: bool = False,
     ) -> Selected:
         """Count the records that `restash` would take, with the same arguments."""
+        matching = _matching(topic, key, since, until, dead_letters)
         self._identify(connection)
         sql = _COUNT.format(archive=_escaped(self.table), where=_WHERE)
-        number, first, last = self._fetch(connection, sql, _matching(topic, key, since, until, dead_letters))[0]
+        number, first, last = self._fetch(connection, sql, matching)[0]
         return Selected(number, first and datetime.fromisoformat(first), last and datetime.fromisoformat(last))
 
     def restash(
@@ -234,6 +236,8 @@ class Archive:
             dead_letters: take the records that went to the dead-letter topic, instead of the published ones.
             reason: for the history.
         """
+        matching = _matching(topic, key, since, until, dead_letters)
+        why = column_text(reason, "reason")
         place = self._identify(connection)
         marker = [f"{place.outbox}:"]
         sql = _RESTASH.format(
@@ -244,9 +248,9 @@ class Archive:
             where=_WHERE,
             noted=_NOTED.format(events=_escaped(events_beside(self.outbox))) if place.has_events else "",
         )
-        parameters = [*marker, *_matching(topic, key, since, until, dead_letters)]
+        parameters = [*marker, *matching]
         if place.has_events:
-            parameters += [place.outbox, str(EventKind.RESTASHED), self.actor, reason, topic, key]
+            parameters += [place.outbox, str(EventKind.RESTASHED), self.actor, why, *matching[:2]]
         count: int = self._fetch(connection, sql, parameters)[0][0]
         return count
 
@@ -298,8 +302,7 @@ class _Place(NamedTuple):
 def _matching(
     topic: str, key: str | None, since: datetime | None, until: datetime | None, dead_letters: bool
 ) -> list[Any]:
-    if not isinstance(topic, str) or not topic:
-        raise InvalidConfig(f"topic: expected a name, got {topic!r:.100}")
+    topic, key = named(topic, "topic"), column_text(key, "key")
     first, last = (None if time is None else time.isoformat() for time in (since, until))
     return [topic, key, key, dead_letters, first, first, last, last]
 

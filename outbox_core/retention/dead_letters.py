@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from outbox_core.drivers import plain_cursor
 from outbox_core.errors import OutboxError, OutboxTableError
+from outbox_core.plain import column_text
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import RESTASH_HEADER
 from outbox_core.retention.history import History
@@ -94,7 +95,7 @@ class DeadLetterRestash:
 
     def __init__(self, outbox: TableName, actor: str | None = None) -> None:
         self.outbox = outbox
-        self.actor = actor
+        self.actor = column_text(actor, "actor")
 
     def known(self, connection: Connection, topic: str) -> dict[LetterPlace, Restashed]:
         """Return the letters of a dead-letter topic that were stashed anew, as far as the history remembers."""
@@ -136,6 +137,7 @@ class DeadLetterRestash:
             RowsHidden: unless `again`, if row level security hides events from the connection's role.
         """
         require_transaction(connection)
+        reason = column_text(reason, "reason") or ""
         known = self._identify(connection)
         self._ask(connection, _LOCK, [f"{known.outbox} {topic} {place}"])
         row = self._check(connection, known, topic, place, record, again=again)

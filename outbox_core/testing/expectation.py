@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from outbox_core.errors import InvalidRecord
+from outbox_core.plain import plain
 from outbox_core.record import Header, OutboxRecord
 
 __all__ = ["Expectation", "ExpectedHeaders", "ExpectedKey", "bytes_of", "describe", "headers_of", "is_same"]
@@ -47,6 +48,9 @@ class Expectation:
         headers = () if isinstance(self.headers, EllipsisType) else self.headers
         topic = "any" if isinstance(self.topic, EllipsisType) else self.topic
         checked = OutboxRecord(topic, key, headers=headers)
+        object.__setattr__(self, "value", plain(self.value))
+        if not isinstance(self.topic, EllipsisType):
+            object.__setattr__(self, "topic", checked.topic)
         if not isinstance(self.key, EllipsisType):
             object.__setattr__(self, "key", checked.key)
         if not isinstance(self.headers, EllipsisType):
@@ -114,7 +118,7 @@ def describe(record: OutboxRecord) -> str:
 
 def _value_differences(expected: Any, record: OutboxRecord) -> Iterator[str]:
     actual = bytes_of(record.value)
-    if expected is None or isinstance(expected, str | bytes | bytearray | memoryview) or actual is None:
+    if expected is None or isinstance(expected, str | bytes) or actual is None:
         wanted = bytes_of(expected) if expected is None or isinstance(expected, str) else expected
         if wanted != actual:
             yield f"value: expected {_short(expected)}, got {_short(_text(record.value))}"

@@ -5,8 +5,10 @@ Each change is one statement. A worker that dies leaves RUNNING behind; the next
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 from django.db import connections, transaction
@@ -95,9 +97,15 @@ def begin(result: TaskResult[..., Any], worker_id: str, at: datetime, alias: str
 def _refuse_another(row: Result, result: TaskResult[..., Any]) -> None:
     """Refuse a message with the id of another task, whose result it would write, and keep it from running."""
     task = result.task
-    told = task.module_path, task.queue_name, result.backend, list(result.args), dict(result.kwargs)
-    if (row.task_path, row.queue_name, row.backend, row.args, row.kwargs) != told:
+    told, given = [list(result.args), dict(result.kwargs)], [row.args, row.kwargs]
+    is_same = (row.task_path, row.queue_name, row.backend) == (task.module_path, task.queue_name, result.backend)
+    if not is_same or (given != told and _exact(given) != _exact(told)):
         raise InvalidJob(f"the result {row.pk} belongs to another task, {row.task_path}, or to other arguments of it")
+
+
+def _exact(value: Any) -> Any:
+    """Return JSON with decimals: the table writes 1e23 in digits, and a float of that is another number."""
+    return json.loads(json.dumps(value), parse_float=Decimal)
 
 
 def write(result: TaskResult[..., Any], alias: str) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from outbox_core import tracing
 from outbox_core.claims.claims import ClaimStore, claim_of, collect
+from outbox_core.plain import plain
 from outbox_queue.consuming.delivery import Delivery, State
 from outbox_queue.errors import InvalidMessage, MessageSettled
 from outbox_queue.protocol.headers import LONGEST_REASON, Header
@@ -159,6 +160,7 @@ class Message:
 
 def checked_reason(verb: str, reason: object) -> str:
     """Fit a reason into a marker: cut it after 2,000 characters, and replace characters that UTF-8 cannot encode."""
+    reason = plain(reason)
     if not isinstance(reason, str):
         raise InvalidMessage(f"{verb}: the reason must be text, got {type(reason).__name__}")
     return reason[:LONGEST_REASON].encode(errors="replace").decode()

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import is_unfinished
+from outbox_core.plain import plain
 from outbox_queue.consuming.consumer import Consumer
 from outbox_queue.consuming.message import Message
 from outbox_queue.errors import InvalidMessage, MessageSettled, QueueClosed, QueueError, Reject
@@ -167,6 +168,6 @@ def call_handler(handler: Handler, message: Message) -> None:
 
 def _text(value: object) -> str:
     try:
-        return str(value)
+        return str(plain(value))
     except Exception:
         return f"{type(value).__name__} without text"

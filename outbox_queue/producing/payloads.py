@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from outbox_core import tracing
 from outbox_core.claims import CLAIM_HEADER, ClaimCheck
 from outbox_core.errors import InvalidRecord
+from outbox_core.plain import plain
 from outbox_core.record import OutboxRecord
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.errors import InvalidMessage, MessageTooLarge
@@ -79,6 +80,7 @@ class PayloadCheck:
 
 def check_queue_name(name: object) -> str:
     """Check a queue's name (`InvalidMessage`): it becomes a record key, and part of a consumer group's id."""
+    name = plain(name)
     if not isinstance(name, str) or not name or "\0" in name or len(name) > _LONGEST_QUEUE_NAME:
         raise InvalidMessage(
             f"a queue's name must be text of 1 to {_LONGEST_QUEUE_NAME} characters without NUL, got {name!r:.300}"

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from outbox_core.kafka.messages import UnreadableHeaders
+from outbox_core.plain import plain
 from outbox_queue.errors import InvalidMessage
 
 PREFIX = "kmq-"
@@ -145,7 +146,7 @@ def _checked(position: int, pair: object) -> Header:
     where = f"headers[{position}]"
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise InvalidMessage(f"{where}: expected a (name, value) pair")
-    name, value = pair
+    name, value = map(plain, pair)
     if not isinstance(name, str) or not name or "\0" in name:
         raise InvalidMessage(f"{where}: the name must be text without NUL, got {name!r:.100}")
     if name.startswith(PREFIX):
@@ -155,8 +156,6 @@ def _checked(position: int, pair: object) -> Header:
         content = value.encode() if isinstance(value, str) else value
     except UnicodeEncodeError as error:
         raise InvalidMessage(f"{where}: cannot be encoded as UTF-8 ({error.reason})") from None
-    if isinstance(content, bytearray | memoryview):
-        content = bytes(content)
     if content is not None and not isinstance(content, bytes):
         raise InvalidMessage(f"{where}: the value of {name!r} must be bytes, str or None, got {type(value).__name__}")
     return name, content

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import DataType, StructType
+from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructType
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark import json_values, registry_values
@@ -59,7 +61,7 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
     With `keyed`, records without a key are misfits. Raises InvalidConfig.
     """
     schema = json_values.parse_schema(settings.value_schema)
-    found, value, of_value = _typed(records, settings, schema)
+    found, values, of_value = _typed(records, settings, schema)
     expressions = " ".join([*settings.columns.values(), settings.where or "", settings.explode or ""])
     record = F.struct(
         F.expr("coalesce(outbox_id, concat_ws('-', topic, partition, offset))").alias("outbox_id"),
@@ -68,40 +70,87 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
         # Its many headers are not read for nothing.
         *((F.expr(_EVENT).alias("event"),) if "event" in expressions.lower() else ()),
     )
-    whens = [("header_list IS NULL", _UNREADABLE), (f"key IS NOT NULL AND {_KEY} IS NULL", "the key is not UTF-8 text")]
+    whens = [
+        ("header_list IS NULL", _UNREADABLE),
+        ("contains(outbox_id, '\ufffd')", "the outbox-id is not UTF-8 text"),
+        (f"key IS NOT NULL AND {_KEY} IS NULL", "the key is not UTF-8 text"),
+    ]
     if keyed:
         whens.append(("key IS NULL", "there is no key, by which the latest record could be known"))
     cases = " ".join(f"WHEN {condition} THEN '{words}'" for condition, words in whens)
     reason = F.expr(f"CASE {cases} ELSE {of_value} END").alias("problem")
     # The value's fields may have any name: everything else is within these two.
-    fields = [F.expr(value)[field.name].alias(field.name) for field in schema.fields]
+    fields = [F.expr(value).alias(name) for name, value in values.items()]
     named = found.select(record.alias("record"), F.struct("key", "value", reason).alias("_raw"), *fields)
     rows = f"IF(_raw.problem IS NULL AND _raw.value IS NOT NULL, {_rows(settings, schema)}, NULL)"
     try:
-        return named.selectExpr(
+        found = named.selectExpr(
             *(f"record.{name}" for name in ("outbox_id", "topic", "partition", "offset", "timestamp")),
             *("_raw.key", "_raw.value", "record.key AS key_text", "record.headers", "_raw.problem", f"{rows} AS rows"),
         )
     except (AnalysisException, ParseException) as error:
         raise InvalidConfig(f"columns, where or explode: {str(error).strip().splitlines()[0]}") from None
+    return _without_broken_text(found) if settings.columns else found  # what was parsed is UTF-8 anyhow
 
 
-def _typed(records: DataFrame, settings: RowSettings, schema: StructType) -> tuple[DataFrame, str, str]:
-    """Add the typed value; return SQL expressions of it, a struct, and of the reason of a misfit."""
+def _without_broken_text(found: DataFrame) -> DataFrame:
+    """Make misfits of records whose rows have text that is not UTF-8, as expressions make it of bytes."""
+    row: Any = found.schema["rows"].dataType
+    whens = [
+        f"WHEN exists(rows, row -> {condition}) THEN '{field.name} is not UTF-8 text'"
+        for field in row.elementType.fields
+        for condition in _broken_text(field.dataType, f"row.{_quoted(field.name)}")
+    ]
+    if not whens:
+        return found
+    checked = found.withColumn("problem", F.expr(f"coalesce(problem, CASE {' '.join(whens)} END)"))
+    return checked.withColumn("rows", F.expr("IF(problem IS NULL, rows, NULL)"))
+
+
+def _typed(records: DataFrame, settings: RowSettings, schema: StructType) -> tuple[DataFrame, dict[str, str], str]:
+    """Add the typed value; return SQL expressions of its fields, and of the reason of a misfit."""
     if settings.registry is not None:
         read = registry_values.decoded(settings.format, settings.registry, schema)
         found = records.withColumn("_read", read("value", "topic", "header_list"))
         unmet = json_values.unmet("_read.value", schema)
         return (
             found,
-            "_read.value",
+            {name: f"_read.value.{_quoted(name)}" for name in schema.names},
             f"CASE WHEN value IS NULL THEN NULL WHEN _read.problem IS NOT NULL THEN _read.problem {unmet}END",
         )
     # No JSON begins with the byte 0, with which serializers for a registry begin; the schema's id is behind it.
     text = F.expr("try_validate_utf8(cast(IF(startswith(value, X'00'), substring(value, 6), value) AS STRING))")
     found = records.select("*", text.alias("_text")).withColumn("_parsed", json_values.parsed(F.col("_text"), schema))
     of_value = json_values.problem("value", "_text", "_parsed", schema)
-    return found, f"get(_parsed.{json_values.SINGLE}, 0)", of_value
+    return found, json_values.fields("_parsed", schema), of_value
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
+
+
+def _broken_text(kind: DataType, value: str, depth: int = 0) -> list[str]:
+    """Return SQL conditions, under one of which there is text in a value that is not UTF-8: Spark's CAST makes it."""
+    variable = f"t{depth}"
+    if isinstance(kind, StringType):
+        return [f"NOT is_valid_utf8({value})"]
+    if isinstance(kind, StructType):
+        return [
+            found
+            for field in kind.fields
+            for found in _broken_text(field.dataType, f"{value}.{_quoted(field.name)}", depth)
+        ]
+    if isinstance(kind, ArrayType):
+        parts = [(kind.elementType, value)]
+    elif isinstance(kind, MapType):
+        parts = [(kind.keyType, f"map_keys({value})"), (kind.valueType, f"map_values({value})")]
+    else:
+        return []
+    return [
+        f"exists({values}, {variable} -> {condition})"
+        for element, values in parts
+        for condition in _broken_text(element, variable, depth + 1)
+    ]
 
 
 def _rows(settings: RowSettings, schema: StructType) -> str:

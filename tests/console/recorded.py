@@ -63,6 +63,7 @@ def record(identity: str, topic: str, key: str | None, content: str | bytes | No
             ["ce_type", value("order.placed")],
             ["traceparent", value(f"00-{'4bf92f35' * 4}-00f067aa0ba902b7-01")],
         ],
+        "header_count": 2,
         "hold": None,
     } | other
 
@@ -236,6 +237,9 @@ _LETTER = {
     "key": "customer-9",
     "value": value(EXACT),
     "headers": [["ce_type", value("order.placed")]],
+    "header_count": 1,
+    "is_whole": True,
+    "foreign_outbox": None,
     "size_bytes": len(EXACT),
     "restashed": None,
 }
@@ -295,7 +299,7 @@ class RecordedConsole:
             "findings": lambda _: _known({"is_running": False, "at": ago(seconds=9), "findings": _FINDINGS}),
             "writers": lambda _: _known({"last_id": "4711", "unusable": "", "writers": [_WRITER]}),
             "dead-letters": lambda _: _known(
-                {"dead_letter_topic": "shop.dead-letter", "letters": [_LETTER], "is_cut": False}
+                {"dead_letter_topic": "shop.dead-letter", "letters": [_LETTER], "is_cut": False, "left_out": ""}
             ),
             "dead-letters/0/12": lambda _: _known(_LETTER),
             "events": _events,

@@ -6,6 +6,7 @@ the tests. The rows are read back over a connection of its own.
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
+from enum import Enum
 from typing import Protocol
 
 import psycopg
@@ -18,6 +19,14 @@ from outbox_core.schema import TableName, create_table_sql
 
 EVERY_BYTE = bytes(range(256))
 AWKWARD = '\'{"a"},NULL\\n\\\\ %s %(x)s :y \u00e9\u4e2d\U0001f600\u202e'
+
+
+class _Name(str, Enum):  # noqa: UP042  its text is its name
+    RED = "red"
+
+
+class _Number(int, Enum):
+    TWO = 2
 
 
 class Writer(Protocol):
@@ -187,6 +196,20 @@ class StashContract:
             assert row.kafka_header_values == [_encoded(value) for _, value in record.headers]
             assert row.kafka_partition == record.partition
             assert row.leader_id is None
+
+    def test_types_of_callers(self, adapter, outbox_database):
+        """Enums, bytes in other forms and numbers of other classes arrive as what they stand for."""
+        record = OutboxRecord(
+            _Name.RED, _Name.RED, bytearray(b"v"), {_Name.RED: _Name.RED, "n": memoryview(b"m")}, _Number.TWO
+        )
+        with adapter.transaction() as writer:
+            writer.stash(record)
+            writer.stash_many([record, OutboxRecord("red", _Number.TWO, _Name.RED)])
+        rows = [(row.kafka_topic, row.kafka_key, row.kafka_value) for row in stashed(outbox_database)]
+        assert rows == [("red", "red", b"v"), ("red", "red", b"v"), ("red", "2", b"red")]
+        row = stashed(outbox_database)[0]
+        assert (row.kafka_header_keys, row.kafka_header_values) == (["red", "n"], [b"red", b"m"])
+        assert row.kafka_partition == 2
 
     def test_database_clock(self, adapter, outbox_database):
         """create_time is the database's time of the transaction."""

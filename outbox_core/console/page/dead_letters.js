@@ -18,7 +18,7 @@ export function render(context, { data, unavailable: missing }) {
   return missing ? unavailable(missing) : lettersCard(context, data);
 }
 
-function lettersCard(context, { dead_letter_topic: deadLetterTopic, letters, is_cut: isCut }) {
+function lettersCard(context, { dead_letter_topic: deadLetterTopic, letters, is_cut: isCut, left_out: leftOut }) {
   const columns = [
     ["Offset", (letter) => unfoldButton(context, letter), "tight"],
     ["Meant for", (letter) => name(letter.original_topic)],
@@ -26,16 +26,18 @@ function lettersCard(context, { dead_letter_topic: deadLetterTopic, letters, is_
     ["Error", ({ error }) => escaped(error ?? "")],
     ["Value", ({ value }) => valuePreview(value), "wide"],
     ["Since", ({ at }) => time(at), "tight"],
-    ["", ({ restashed }) => (restashed ? pill("restashed", "ok") : null), "tight"],
+    ["", ({ restashed, foreign_outbox: foreign }) => (restashed ? pill("restashed", "ok") : foreign ? pill("of another outbox", "warning") : null), "tight"],
   ];
   const rows = {
     row: (letter) => ({ key: place(context, letter), class: unfolded.has(place(context, letter)) && "open" }),
     below: (letter, width) => (unfolded.has(place(context, letter)) ? detailRow(context, letter, width) : null),
   };
-  const shown = letters.length ? table("Dead letters", columns, letters, rows) : h("p", { class: "empty" }, "There are no dead letters.");
+  const shown = letters.length ? table("Dead letters", columns, letters, rows) : h("p", { class: "empty" }, leftOut ? "No dead letter could be read." : "There are no dead letters.");
   const beside = h("div", { class: "buttons" }, filterNote(context), h("span", { class: "muted small" }, "in ", name(deadLetterTopic)), button("Read again", () => context.refresh()));
-  return card("letters", "Dead letters, the newest first", beside, shown, isCut ? h("p", { class: "muted" }, `Only the newest ${count(letters.length)} are shown.`) : null);
+  return card("letters", "Dead letters, the newest first", beside, shown, isCut ? h("p", { class: "muted" }, cutNote(letters, leftOut)) : null);
 }
+
+const cutNote = (letters, leftOut) => [letters.length ? `Only the newest ${count(letters.length)} are shown` : "Some are not shown", leftOut].filter(Boolean).join(": ") + ".";
 
 function filterNote(context) {
   const topic = context.params.get("topic");
@@ -86,10 +88,11 @@ function detailOf(context, whole, { restashed }) {
       "div",
       { class: "stack" },
       h("dl", { class: "pairs" }, h("dt", {}, "Record"), h("dd", {}, whole.record_id ?? "not known"), h("dt", {}, "Size"), h("dd", {}, bytes(whole.size_bytes))),
+      whole.foreign_outbox ? h("p", {}, "Not of this outbox: ", name(whole.foreign_outbox), " is said to have written it. Whoever may write to the topic can make such a letter.") : null,
       h("h3", {}, "Why it is here"),
       h("p", {}, escaped(whole.error ?? "not known")),
       h("h3", {}, "Headers"),
-      headerList(whole.headers),
+      headerList(whole),
       again,
       context.can("restash") ? h("div", { class: "buttons" }, restashButton(context, whole)) : null,
     ),
@@ -97,7 +100,7 @@ function detailOf(context, whole, { restashed }) {
 }
 
 function restashButton(context, letter) {
-  if (letter.value.is_cut) return h("p", { class: "muted" }, "Too large to be edited here; `outbox restash` stashes it as it is.");
+  if (!letter.is_whole) return h("p", { class: "muted" }, "Too large to be edited here; `outbox restash` stashes it as it is.");
   return button("Edit and restash", () => openRestash(context, letter), { class: "primary" });
 }
 

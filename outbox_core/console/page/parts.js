@@ -1,6 +1,6 @@
 // Parts that several views use: cards, tables, names, values, copying.
 
-import { bytes, clock, hexDump, indentJson } from "./format.js";
+import { bytes, clock, count, hexDump, indentJson } from "./format.js";
 import { h } from "./dom.js";
 
 /** Return a card with a heading, and buttons or links beside it. */
@@ -131,8 +131,10 @@ export function headerValue(value) {
   return value.kind === "binary" ? h("code", {}, hexDump(value.base64)) : name(value.text);
 }
 
-/** Return the headers of a record. */
-export function headerList(headers) {
+/** Return the headers of a record or letter, of which the first are known. */
+export function headerList({ headers, header_count: number }) {
   if (!headers.length) return h("p", { class: "muted" }, "No headers.");
-  return h("dl", { class: "pairs" }, headers.map(([title, value]) => [h("dt", {}, name(title)), h("dd", {}, headerValue(value))]));
+  const list = h("dl", { class: "pairs" }, headers.map(([title, value]) => [h("dt", {}, name(title)), h("dd", {}, headerValue(value))]));
+  if (number <= headers.length) return list;
+  return h("div", { class: "stack" }, list, h("p", { class: "muted" }, `Only the first ${count(headers.length)} of ${count(number)}.`));
 }

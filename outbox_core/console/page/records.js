@@ -160,7 +160,7 @@ function detailOf(context, whole, { hold, age_seconds: age }) {
       { class: "stack" },
       h("dl", { class: "pairs" }, facts.map(([label, value]) => [h("dt", {}, label), h("dd", {}, value)])),
       h("h3", {}, "Headers"),
-      headerList(whole.headers),
+      headerList(whole),
       hold ? [h("h3", {}, "Kept by"), h("p", {}, h("a", { href: context.href("holds", { topic: whole.topic, hold: hold.id }) }, whatHolds(whole, hold)), `: ${escaped(hold.cause)}`)] : null,
       h("div", { class: "buttons" }, recordButtons(context, whole, hold)),
     ),

@@ -1,5 +1,6 @@
 """Attacks on the console by people, programs and their races."""
 
+import json
 import logging
 import socket
 import threading
@@ -12,6 +13,7 @@ from psycopg.conninfo import make_conninfo
 
 import outbox_core.console.reading
 import outbox_core.console.server
+import outbox_core.console.values
 from outbox_core.console import Console, Permission, User
 from outbox_core.console.access import EVERYTHING
 from outbox_core.console.server import ConsoleServer
@@ -115,6 +117,35 @@ def test_sessions_notice_a_server_that_has_vanished(scene):
         with DatabaseSession(source, "outbox", application_name="test") as session:
             parameters = session.connection.info.get_parameters()
         assert (parameters["tcp_user_timeout"], parameters["keepalives_idle"]) == (told, "5")
+
+
+def test_records_of_many_headers(scene, browser, monkeypatch):
+    """Of each the first headers are listed, cut, with their number, and as many records as one answer may have."""
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_header_keys, kafka_header_values) SELECT 't', "
+        "repeat('k', 20000), ARRAY['n' || repeat('n', 900)] || array_fill('a'::text, ARRAY[5000]), "
+        "ARRAY[convert_to(repeat('v', 900), 'UTF8')] || array_fill(''::bytea, ARRAY[5000]) FROM generate_series(1, 20)"
+    )
+    document = browser.data("records", "limit=50")
+    assert len(document["records"]) == 20
+    first = document["records"][0]
+    assert (len(first["headers"]), first["header_count"]) == (20, 5001)
+    assert (len(first["headers"][0][0]), first["headers"][0][1]["size_bytes"]) == (400, 900)
+    assert first["headers"][0][1]["is_cut"]
+    assert len(json.dumps(document)) < 600_000
+    whole = browser.data(f"records/{first['id']}")
+    assert (len(whole["headers"]), whole["header_count"]) == (1000, 5001)
+
+    monkeypatch.setattr(outbox_core.console.values, "_ANSWER_BYTES", 150_000)
+    seen, after = [], ""
+    while True:
+        page = browser.data("records", f"limit=10{after}")
+        assert len(page["records"]) <= 6
+        seen += [int(one["id"]) for one in page["records"]]
+        if page["is_end"]:
+            break
+        after = f"&after={page['next_after']}"
+    assert seen == [row.id for row in scene.rows()]
 
 
 RESTASH = {"letter": {"partition": 0, "offset": "0"}, "record": {"topic": "orders", "value": None}}

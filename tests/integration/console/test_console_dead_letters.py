@@ -5,7 +5,7 @@ import json
 import pytest
 from confluent_kafka import Producer
 
-from outbox_core.console import Console, User
+from outbox_core.console import Console, User, dead_letters, values
 from outbox_core.console.access import EVERYTHING
 from tests.integration.console.console_fixtures import Browser, asking, scene
 
@@ -48,6 +48,127 @@ def test_the_newest_are_shown(letters):
     (header,) = document["letters"][2]["headers"]
     assert (header[0], header[1]["kind"]) == ("trace", "binary")
     assert document["letters"][2]["record_id"] == "7"
+
+
+def _console(scene, kafka_bootstrap, topic):
+    config = scene.config(base_kafka_config={"bootstrap.servers": kafka_bootstrap}, dead_letter_topic=topic)
+    return Browser(asking(Console({"shop": config}), User("alice", EVERYTHING)))
+
+
+def test_letters_of_many_headers(scene, kafka_bootstrap, make_topic):
+    """Of each the first headers are listed, cut, with their number: the answer stays small, and tells what it lacks."""
+    topic = make_topic(1)
+    producer = Producer({"bootstrap.servers": kafka_bootstrap, "compression.type": "zstd"})
+    for number in range(5):
+        headers = [("outbox-original-topic", "orders"), ("n" * 5000, b"v" * 5000), *[("a", b"")] * 30_000]
+        producer.produce(topic, b"v", b"k" * 50_000, headers=[*headers, ("outbox-error", f"{number}" * 9000)])
+    assert producer.flush(60) == 0
+    browser = _console(scene, kafka_bootstrap, topic)
+    document = browser.data("dead-letters")
+    assert [one["offset"] for one in document["letters"]] == ["4", "3", "2", "1", "0"]
+    assert (document["is_cut"], document["left_out"]) == (False, "")
+    assert len(json.dumps(document)) < 200_000
+    newest = document["letters"][0]
+    assert (len(newest["headers"]), newest["header_count"], newest["is_whole"]) == (20, 30_001, False)
+    assert newest["headers"][0][1]["size_bytes"] == 5000
+    assert newest["headers"][0][1]["is_cut"]
+    whole = browser.data("dead-letters/0/4")
+    assert (len(whole["headers"]), whole["header_count"], whole["is_whole"]) == (1000, 30_001, False)
+    assert len(whole["key"]) == 50_000
+
+
+def test_an_answer_has_a_size(scene, kafka_bootstrap, make_topic, monkeypatch):
+    """Letters that do not fit into one answer are left out, the oldest, and it says so."""
+    topic = make_topic(1)
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    for _ in range(20):
+        producer.produce(topic, b"v" * 400, b"k" * 4000)
+    assert producer.flush(60) == 0
+    monkeypatch.setattr(values, "_ANSWER_BYTES", 20_000)
+    document = _console(scene, kafka_bootstrap, topic).data("dead-letters")
+    assert [one["offset"] for one in document["letters"]] == ["19", "18", "17", "16"]
+    assert (document["is_cut"], document["left_out"]) == (True, "the others are too large for one answer")
+
+
+def test_letters_that_take_too_long(scene, kafka_bootstrap, make_topic, monkeypatch):
+    """When the time is over what was read is shown, and why it is not all; a letter that is there is not missing."""
+    topic = make_topic(1)
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    for _ in range(30):
+        producer.produce(topic, b"v")
+    assert producer.flush(60) == 0
+    browser = _console(scene, kafka_bootstrap, topic)
+    monkeypatch.setattr(dead_letters, "_READ_SECONDS", -1.0)
+    document = browser.data("dead-letters")
+    assert (document["letters"], document["is_cut"]) == ([], True)
+    assert "reading took more than" in document["left_out"]
+    status, document = browser.get("dead-letters/0/0")
+    assert (status, document["data"]) == (200, None)
+    assert "was not read within" in document["unavailable"]["reason"]
+    record = {"topic": "orders", "key": "k", "value": None}
+    status, document = browser.act(
+        "restash", {"reason": "r", "letter": {"partition": 0, "offset": "0"}, "record": record}
+    )
+    assert (status, document["error"]["code"]) == (503, "unavailable")
+
+
+def test_letters_behind_an_open_transaction(scene, kafka_bootstrap, make_topic):
+    """Those before it are shown, those behind it are not said to be missing; when it has ended all are there."""
+    topic = make_topic(1)
+    open_ = Producer({"bootstrap.servers": kafka_bootstrap, "transactional.id": topic})
+    open_.init_transactions()
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    producer.produce(topic, b"before")
+    assert producer.flush(60) == 0
+    open_.begin_transaction()
+    open_.produce(topic, b"open")
+    assert open_.flush(60) == 0
+    producer.produce(topic, b"behind")
+    assert producer.flush(60) == 0
+    browser = _console(scene, kafka_bootstrap, topic)
+    document = browser.data("dead-letters")
+    assert [one["value"]["text"] for one in document["letters"]] == ["before"]
+    assert document["is_cut"]
+    assert "a transaction is open in partition 0 since offset 1" in document["left_out"]
+    _, hidden = browser.get("dead-letters/0/2")
+    assert "a transaction is open" in hidden["unavailable"]["reason"]
+    open_.abort_transaction()
+    document = browser.data("dead-letters")
+    assert [one["value"]["text"] for one in document["letters"]] == ["behind", "before"]
+    assert (document["is_cut"], document["left_out"]) == (False, "")
+    assert browser.get("dead-letters/0/1")[0] == 404
+
+
+def test_a_topic_is_read_backwards(scene, kafka_bootstrap, make_topic, monkeypatch):
+    """Of many letters the newest are read, in both partitions, and older ones of a topic that is asked for."""
+    monkeypatch.setattr(dead_letters, "MOST_READ", 300)
+    topic = make_topic(2)
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    for number in range(400):
+        origin = "refunds" if number < 300 else "orders"
+        headers = [("outbox-original-topic", origin)]
+        producer.produce(
+            topic, b"%d" % number, partition=number % 2, headers=headers, timestamp=1_700_000_000_000 + number
+        )
+    assert producer.flush(60) == 0
+    browser = _console(scene, kafka_bootstrap, topic)
+    document = browser.data("dead-letters", "limit=30")
+    assert [int(one["value"]["text"]) for one in document["letters"]] == list(range(399, 369, -1))
+    document = browser.data("dead-letters", "limit=30&topic=refunds")
+    assert [int(one["value"]["text"]) for one in document["letters"]] == list(range(299, 269, -1))
+    document = browser.data("dead-letters", "limit=200&topic=refunds")
+    assert (len(document["letters"]), document["left_out"]) == (200, "only the newest 300 of the topic were read")
+
+
+def test_a_letter_of_another_outbox(letters, kafka_bootstrap):
+    """It is marked: whoever may write rows of another outbox can make one. This outbox's own is not."""
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    own = letters.get("status")[1]["outbox"]
+    producer.produce(letters.topic, b"v", partition=0, headers=[("outbox-id", f"{own}:1".encode())])
+    assert producer.flush(60) == 0
+    marks = [one["foreign_outbox"] for one in letters.data("dead-letters")["letters"]]
+    assert marks == [None, *["shop.public.outbox"] * 3]
+    assert letters.data("dead-letters/0/0")["foreign_outbox"] == "shop.public.outbox"
 
 
 def test_one_letter(letters):

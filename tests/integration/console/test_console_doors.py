@@ -109,6 +109,24 @@ def test_a_mounted_console_knows_its_users(scene, through):
     assert scene.held() == []
 
 
+def test_bodies_of_nobody_are_not_read(scene):
+    """Before somebody is let in nothing of a body is read or kept, and of a login no more than a token needs."""
+    config, answers = {"shop": scene.config()}, []
+    path = "/api/outboxes/shop/actions/pause"
+    environ = {"REQUEST_METHOD": "POST", "PATH_INFO": path, "CONTENT_LENGTH": "5000000", "wsgi.input": None}
+    WsgiConsole(config, authorize=lambda _: None)(environ, lambda status, _: answers.append(status))
+
+    async def receive():
+        raise AssertionError("the body was read")
+
+    async def send(message):
+        answers.append(message.get("status"))
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    asyncio.run(AsgiConsole(config, authorize=lambda _: None)(scope, receive, send))
+    assert answers == ["403 Forbidden", 403, None]
+
+
 @MOUNTED
 def test_a_mounted_console_lets_nobody_in_by_default(scene, through):
     """Without authorize everything is refused, with the text that says what is missing."""

@@ -9,6 +9,8 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 from decimal import Decimal
+from enum import Enum
+from http import HTTPStatus
 from io import StringIO
 from uuid import uuid4
 
@@ -17,6 +19,8 @@ from asgiref.sync import async_to_sync
 from django.core.management import CommandError, call_command
 from django.db import OperationalError, connections, transaction
 from django.utils import timezone
+from django.utils.functional import lazystr
+from django.utils.safestring import mark_safe
 
 from outbox_core.errors import InvalidConfig, InvalidRecord, RowsHidden, TransactionRequired
 from outbox_core.schema import TableName, create_table_sql
@@ -198,6 +202,32 @@ def test_arguments_that_are_not_json_are_refused(arguments, said):
     """An argument that would not arrive as it was given is refused before anything is written."""
     with pytest.raises(TypeError, match=said):
         sample_tasks.noop.enqueue(**arguments)
+    assert Outbox.objects.count() == 0
+
+
+class Shop(str, Enum):  # noqa: UP042  its text is its name
+    """An application's names."""
+
+    OUTLET = "outlet"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Shop.OUTLET, mark_safe("outlet"), {Shop.OUTLET: [Shop.OUTLET]}, HTTPStatus.OK, True, 1e23, -0.0, 5e-324, 2**70],
+)
+def test_arguments_of_types_of_callers(value):
+    """They arrive as the JSON that they are, which is that of the row, too, and the task runs."""
+    result = sample_tasks.noop.enqueue(value, named=value)
+    assert _stashed()[1]["args"] == [value]
+    _run(max_attempts=1)
+    result.refresh()
+    assert result.status == TaskResultStatus.SUCCESSFUL
+
+
+def test_text_that_is_not_there_yet():
+    """A lazy text is refused, as its language would be that of whoever sends it; nothing is written."""
+    with pytest.raises(TypeError, match="not JSON"):
+        sample_tasks.noop.enqueue(lazystr("outlet"))
     assert Outbox.objects.count() == 0
 
 

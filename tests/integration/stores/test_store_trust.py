@@ -305,7 +305,7 @@ def test_odd_rows_are_shown(scene, capsys):
     assert [row["topic"] for row in shown if row["hold_id"]] == [""]
     assert [["a", "1"], ["b", "2"]] in [row["headers"] for row in shown]
     with DatabaseSession(scene.database, "outbox", application_name="console") as session:
-        assert len([record_as_json(row) for row in peek(session, PeekQuery(limit=1000))]) == len(shown)
+        assert len([record_as_json(row, 400) for row in peek(session, PeekQuery(limit=1000))]) == len(shown)
     for row in shown:
         assert main(["peek", "--id", str(row["id"]), "--dsn", scene.database]) == 0
 

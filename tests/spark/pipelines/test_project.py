@@ -394,13 +394,44 @@ def test_the_id_header_may_have_another_name(spark, settings, database, kafka_bo
 
 
 def test_numbers_are_not_written_out(spark):
-    """A number of some bytes and a million digits costs no time: it is a misfit before Spark looks at its digits."""
-    chosen = RowSettings(schema="a DECIMAL(10,2), text STRING")
-    wild = [b'{"a":1e900000000}', b'{"text":"x", "a" : -1.5E-900000000}', b'{"a":"1e900000000"}', b'{"a":1e999}']
-    tame = [b'{"a":1e3,"text":"a UUID 9e12345, 1e900000000"}', b'{"a":10.005}']
+    """A number of some bytes and a million digits, or of a million bytes, costs no time, at any depth, also quoted."""
+    chosen = RowSettings(
+        schema="a DECIMAL(10,2), text STRING, o STRUCT<d: ARRAY<STRUCT<n: DECIMAL(38,10)>>>, m MAP<STRING, DECIMAL(5)>"
+    )
+    wild = {
+        b'{"a":1e900000000}': "a is no DECIMAL(10,2)",
+        b'{"a":1e64000000}': "a is no DECIMAL(10,2)",
+        b'{"a":"1e900000000"}': "a is no DECIMAL(10,2)",
+        b'{"a":"1e64000000"}': "a is no DECIMAL(10,2)",
+        b'{"a":"1\\u006564000000"}': "a is no DECIMAL(10,2)",
+        b'{"a":"1e64000000","a":"many"}': "a is no DECIMAL(10,2)",
+        b'{"a":"%b"}' % (b"1" * 1_000_000): "a is no DECIMAL(10,2)",
+        b'{"a":1e999}': "a is no DECIMAL(10,2)",
+        b'{"a":[1]}': "a is no DECIMAL(10,2)",
+        b'{"a":true}': "a is no DECIMAL(10,2)",
+        b'{"a":""}': "a is no DECIMAL(10,2)",
+        b'{"o":{"d":[{"n":1},{"n":"1e64000000"}]},"m":{"x":"1e64000000"}}': "o.d[].n is no DECIMAL(38,10), m[] is no",
+        # A double would have lost its last digits.
+        b'{"o":{"d":[{"n":1.2345678901234567891e1}]}}': "o.d[].n is no DECIMAL(38,10)",
+    }
+    tame = {
+        b'{"a":1e3,"text":"a UUID 9e12345, 1e900000000"}': Decimal("1000.00"),
+        b'{"a":10.005}': Decimal("10.01"),
+        b'{"a":-1.5E-900000000}': Decimal("0.00"),
+        b'{"a":"1e64000000","a":1.5E+2}': Decimal("150.00"),
+        b'{"a":"-1.5","text":"12345678901234567890e1"}': Decimal("-1.50"),
+        b'{"a":null}': None,
+        b"{}": None,
+    }
+    long = b'{"o":{"d":[{"n":1234567890123456789012345678.0123456789},{}, {"n":null}]},"m":{"x":7,"y":null}}'
     place = ({}, [], "t", 0, 0, datetime.now(UTC), None)
-    records = spark.createDataFrame([(b"k", value, *place) for value in wild + tame], RECORDS)
+    records = spark.createDataFrame([(b"k", value, *place) for value in (*wild, *tame, long)], RECORDS)
     rows = {bytes(row.value): row for row in parse(records, chosen).collect()}
-    exponent, unfit = "a number has an exponent of more than three digits", "the value does not fit the schema: a is no"
-    assert [rows[value].problem[:40] for value in wild] == [exponent[:40], exponent[:40], unfit[:40], unfit[:40]]
-    assert [rows[value].rows[0].a for value in tame] == [Decimal("1000.00"), Decimal("10.01")]
+    for value, reason in wild.items():
+        assert reason in (rows[value].problem or ""), value[:100]
+    assert {value: rows[value].problem for value in (*tame, long)} == dict.fromkeys((*tame, long))
+    assert {value: rows[value].rows[0].a for value in tame} == tame
+    found = rows[long].rows[0]
+    numbers = [item.n for item in found.o.d]
+    assert numbers == [Decimal("1234567890123456789012345678.0123456789"), None, None]
+    assert found.m == {"x": Decimal(7), "y": None}

@@ -27,7 +27,7 @@ def records(spark):
     def make(*given):
         rows = []
         for offset, (key, value, headers) in enumerate(given):
-            pairs = [(name, text.encode()) for name, text in headers]
+            pairs = [(name, text if isinstance(text, bytes) else text.encode()) for name, text in headers]
             rows.append((key, value, dict(pairs), pairs, "t", 0, offset, _NOON, dict(headers).get("outbox-id")))
         return spark.createDataFrame(rows, SCHEMA)
 
@@ -107,3 +107,38 @@ def test_change_events(records):
     assert ["key" in found[4]._problem, "missing: n" in found[5]._problem] == [True, True]
     with pytest.raises(InvalidConfig, match="explode"):
         changes(records(), RowSettings(schema="n ARRAY<INT>", explode="n"))
+
+
+def test_text_that_expressions_make(records):
+    """Bytes that are not UTF-8 are no text, in no column and at no depth: the record is a misfit without values."""
+    broken, fine = b"\xc3\x28", "\u00fc".encode()
+    settings = RowSettings(
+        schema="n BIGINT",
+        columns={
+            "n": "n",
+            "x": "CAST(get(record.headers, 0).value AS STRING)",
+            "all": "transform(record.headers, h -> struct(CAST(h.value AS STRING) AS text, h.value AS bytes))",
+            "named": "map_from_entries(transform(record.headers, h -> struct(CAST(h.value AS STRING), h.key)))",
+        },
+    )
+    given = [
+        (b"k", b'{"n":1}', [("x", fine)]),
+        (b"k", b'{"n":2}', [("x", broken)]),
+        (b"k", b'{"n":3}', [("x", fine), ("y", broken)]),
+        (b"k", b'{"n":4}', [("outbox-id", "\ufffd:1")]),
+        (b"k", b'{"n":5}', []),
+    ]
+    found = project(records(*given), settings).collect()
+    assert [(row.n, row._problem) for row in found] == [
+        (1, None),
+        (None, "x is not UTF-8 text"),
+        (None, "all is not UTF-8 text"),
+        (None, "the outbox-id is not UTF-8 text"),
+        (5, None),
+    ]
+    assert (found[0].x, found[0].named) == ("\u00fc", {"\u00fc": "x"})
+    events = changes(records(*given[:2]), settings).collect()
+    assert [(row.n, row._deleted, row._problem) for row in events] == [
+        (1, False, None),
+        (None, False, "x is not UTF-8 text"),
+    ]

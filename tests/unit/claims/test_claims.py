@@ -1,5 +1,7 @@
 """Claim checks: which payloads go to a store, what their records carry, and what comes back."""
 
+import os
+import stat
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -20,6 +22,7 @@ from outbox_queue import InvalidMessage, QueueConfig, QueueService
 from outbox_sqlalchemy import Outbox
 
 SECRET = "../../etc/passwd"
+_NAME = "orders/20260101T000000Z-" + "0" * 32
 
 
 @pytest.fixture(params=["folder", "fsspec", "memory"])
@@ -221,3 +224,37 @@ def test_payload_that_a_command_cannot_delete(tmp_path, monkeypatch, capsys):
         "outbox: error: payload t/1 could not be deleted in FolderStore: PermissionError: [Errno 13] Permission denied"
     )
     assert capsys.readouterr().err == f"{told}\n"
+
+
+def test_files_are_for_their_owner(tmp_path):
+    """No other user reads payloads, unless the store is told so; the umask takes more away, and gives nothing."""
+    old = os.umask(0o022)
+    try:
+        modes = []
+        for folder, options in (("own", {}), ("group", {"mode": 0o640})):
+            store = FolderStore(tmp_path / folder, **options)
+            store.put(_NAME, b"secret")
+            file = tmp_path / folder / _NAME
+            modes += [stat.S_IMODE(path.stat().st_mode) for path in (file.parent.parent, file.parent, file)]
+            assert store.get(_NAME) == b"secret"
+    finally:
+        os.umask(old)
+    assert modes == [0o700, 0o700, 0o600, 0o750, 0o750, 0o640]
+    for mode in (0o400, 0o700, True, "600"):
+        with pytest.raises(InvalidConfig, match="mode: expected"):
+            FolderStore(tmp_path, mode=mode)
+
+
+def test_links_are_not_followed(tmp_path):
+    """Neither a payload nor its topic's folder may be a link: another user could have it lead anywhere."""
+    store, elsewhere = FolderStore(tmp_path / "claims"), FolderStore(tmp_path / "elsewhere")
+    elsewhere.put(_NAME, b"of others")
+    (tmp_path / "claims" / "orders").mkdir(parents=True)
+    (tmp_path / "claims" / _NAME).symlink_to(tmp_path / "elsewhere" / _NAME)
+    (tmp_path / "claims" / "refunds").symlink_to(tmp_path / "elsewhere" / "orders")
+    for name in (_NAME, _NAME.replace("orders", "refunds")):
+        with pytest.raises(ClaimStoreFailed, match="could not be read"):
+            collect(store, name)
+        with pytest.raises(OSError, match=r"link|exists"):
+            store.put(name, b"x")
+    assert elsewhere.get(_NAME) == b"of others"

@@ -622,6 +622,11 @@ def test_leader_names_derive_from_the_outbox():
         f"fs.azure.account.key.shop.dfs.core.windows.net={SECRET}",
         f"Authorization: Bearer {SECRET}",
         f"https://shop.blob.example/c?sv=1&sig={SECRET}&se=2",
+        f"got 'postgresql://u:{SECRET}",  # what was cut off behind it
+        f"{{'sasl.password': '{SECRET} {SECRET}",
+        f'password="{SECRET} {SECRET}',
+        f"url=kafka://a:{SECRET},password={SECRET}",
+        f"ssl.keystore.password={SECRET} scram_server_key={SECRET}",
     ],
 )
 def test_redact_hides_secrets(text):
@@ -634,7 +639,28 @@ def test_redact_leaves_the_rest_readable():
     """Host, user and database, which an operator needs, stay readable."""
     assert redact("postgresql://u:x@h:1/d") == "postgresql://u:***@h:1/d"
     assert redact("host=h user=u password=x dbname=d") == "host=h user=u password=*** dbname=d"
-    assert redact("key=value, monkey: 1") == "key=value, monkey: 1"
+    for plain in (
+        "key=value, monkey: 1",
+        "http://localhost:8080/x, spark://h:7077 and http://[::1]:9464",
+        "ssl.key.location=/a ssl.keystore.type=PEM",
+        "a@b: the user's own 'words' = 1",
+    ):
+        assert redact(plain) == plain
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("password", "password ", "password.", "a://b:", "a://", "://:", "scram_", "scram_a", "xxxxxxxxx", "a a a a "),
+        *("token=", 'token="', "token=\\", "token: bearer ", "?sig=", "' ", "a=", "\\", "@ "),
+        *("-----BEGIN ", "-----BEGIN PRIVATE KEY-----"),
+    ],
+)
+def test_redact_takes_time_by_length(part):
+    """Whatever foreign text has in it: a quadratic search would take minutes here."""
+    for end in ("", "=", "@", " ="):
+        redact(part * (400_000 // len(part)) + end)
 
 
 def test_config_never_shows_secrets():

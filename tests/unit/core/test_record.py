@@ -40,7 +40,9 @@ class _Level(IntEnum):
 
 @given(
     st.text(_TOPIC_CHARACTERS, min_size=1, max_size=MAX_TOPIC_LENGTH).filter(
-        lambda t: t not in {".", ".."} and not t.startswith("__") and not t.endswith((".neli", "manifests"))
+        lambda t: (
+            t not in {".", ".."} and not t.startswith("__") and not t.endswith((".neli", "manifests", ".dead-letter"))
+        )
     )
 )
 def test_legal_topics(topic):
@@ -59,7 +61,11 @@ def test_illegal_topics(topic):
 
 
 @pytest.mark.parametrize(
-    "topic", ["__consumer_offsets", "__x", "shop.public.outbox.neli", "a.manifests", "a.relay-manifests"]
+    "topic",
+    [
+        *("__consumer_offsets", "__x", "shop.public.outbox.neli", "a.manifests", "a.relay-manifests"),
+        *("postgres.public.outbox.dead-letter", "a.b.c.d.dead-letter"),
+    ],
 )
 def test_topics_that_are_not_for_records(topic):
     """A topic name that would deceive an outbox, or break Kafka's own topics, is refused when the record is made."""
@@ -67,7 +73,10 @@ def test_topics_that_are_not_for_records(topic):
         OutboxRecord(topic)
 
 
-@pytest.mark.parametrize("topic", ["_x", "a__", "neli", "manifests", "a.manifests.b", "a-manifests"])
+@pytest.mark.parametrize(
+    "topic",
+    ["_x", "a__", "neli", "manifests", "a.manifests.b", "a-manifests", "orders.dead-letter", "eu.orders.dead-letter"],
+)
 def test_topics_that_look_like_those_are_records_topics(topic):
     """Names that only resemble reserved ones are accepted."""
     assert OutboxRecord(topic).topic == topic
@@ -126,9 +135,7 @@ def test_keys(key, kept):
     assert OutboxRecord("orders", key).key == kept
 
 
-@pytest.mark.parametrize(
-    "key", [True, 1.5, b"\xff", "a\0b", b"a\0b", "\ud800", ("a",), Decimal(1), object(), bytearray(b"k")]
-)
+@pytest.mark.parametrize("key", [True, 1.5, b"\xff", "a\0b", b"a\0b", "\ud800", ("a",), Decimal(1), object()])
 def test_illegal_keys(key):
     """A key that the text column could not hold, or that would become text only by a guess, is refused."""
     with pytest.raises(InvalidRecord, match=r"^key: "):
@@ -321,7 +328,7 @@ LAZY = type("__proxy__", (), {"__str__": lambda _: "later"})()
         ([Basket(lines=[1], left=timedelta(seconds=90))], '[{"lines":[1],"left":"PT1M30S"}]'),
         (timedelta(days=1, seconds=3723, microseconds=5), '"P1DT01H02M03.000005S"'),
         (-timedelta(minutes=1), '"-P0DT00H01M00S"'),
-        (LAZY, '"later"'),
+        ([LAZY], '["later"]'),
     ],
 )
 def test_values_of_applications(value, written):

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
-from confluent_kafka.schema_registry import header_schema_id_serializer
+from confluent_kafka.schema_registry import Schema, SchemaReference, header_schema_id_serializer
 from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
@@ -70,6 +70,66 @@ def test_avro(client, server):
         "problem": None,
     }
     assert none == {"value": None, "problem": None}
+
+
+_FULL = {"type": "record", "name": "Full", "fields": [{"name": "n", "type": "long"}]}
+_HOLLOW = {"type": "record", "name": "Hollow", "fields": [{"name": "a", "type": "null"}]}
+_TWICE = {
+    "type": "record",
+    "name": "Twice",
+    "fields": [{"name": "a", "type": _HOLLOW}, {"name": "b", "type": "Hollow"}],
+}
+_TREE = {
+    "type": "record",
+    "name": "Tree",
+    "fields": [{"name": "n", "type": "null"}, {"name": "more", "type": {"type": "array", "items": "Tree"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("items", "is_refused"),
+    [
+        ("null", True),
+        ({"type": "null"}, True),
+        ({"type": "fixed", "name": "Zero", "size": 0}, True),
+        ({"type": "record", "name": "Empty", "fields": []}, True),
+        (_HOLLOW, True),
+        (_TWICE, True),
+        ({"type": "array", "items": "null"}, True),
+        ("long", False),
+        (_FULL, False),
+        (_TREE, False),
+        (["null", "long"], False),
+        ({"type": "enum", "name": "One", "symbols": ["a"]}, False),
+        ({"type": "fixed", "name": "Eight", "size": 8}, False),
+        ({"type": "map", "values": "null"}, False),
+    ],
+)
+def test_avro_arrays_of_nothing(client, server, items, is_refused):
+    """An array of items that have no bytes, of which five may be 40 million items, is not read at all."""
+    schema = {"type": "record", "name": "R", "fields": [{"name": "x", "type": {"type": "array", "items": items}}]}
+    number = client.register_schema("orders-value", Schema(json.dumps(schema), "AVRO"))
+    value = b"\0" + number.to_bytes(4, "big") + (b"\x80\xb4\x89\x26\0" if is_refused else b"\0")
+    (found,) = _typed("avro", server, pa.struct({"y": pa.int64()}), [value])
+    if is_refused:
+        assert "an array whose items have no bytes" in found["problem"]
+    else:
+        assert found == {"value": {"y": None}, "problem": None}
+
+
+def test_avro_arrays_of_nothing_by_reference(client, server):
+    """The items may be defined in another schema of the registry."""
+    client.register_schema("hollow", Schema(json.dumps({**_HOLLOW, "namespace": "shop"}), "AVRO"))
+    schema = {
+        "type": "record",
+        "name": "R",
+        "fields": [{"name": "x", "type": {"type": "array", "items": "shop.Hollow"}}],
+    }
+    references = [SchemaReference("shop.Hollow", "hollow", 1)]
+    number = client.register_schema("orders-value", Schema(json.dumps(schema), "AVRO", references))
+    value = b"\0" + number.to_bytes(4, "big") + b"\x80\xb4\x89\x26\0"
+    (found,) = _typed("avro", server, pa.struct({"y": pa.int64()}), [value])
+    assert "an array whose items have no bytes" in found["problem"]
 
 
 def test_avro_with_the_schema_in_a_header(client, server):

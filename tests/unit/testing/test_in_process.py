@@ -3,6 +3,7 @@
 import json
 from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum
 
 import pytest
 
@@ -287,3 +288,27 @@ def test_a_message_that_is_given_back_for_ever_is_an_error(in_memory_outbox):
     Stasher().stash(None, queue.record("job"))
     with pytest.raises(InvalidMessage, match="given back 1000 times"):
         InProcessQueue(queue, in_memory_outbox).run(lambda message: message.nack())
+
+
+class _Name(str, Enum):  # noqa: UP042  its text is its name
+    JOBS = "jobs"
+
+
+def test_texts_of_callers(in_memory_outbox):
+    """Names of queues, headers and reasons may be members of an Enum, as all texts that callers have."""
+    queue = QueueService(SETTINGS).queue(_Name.JOBS)
+    assert type(queue.name) is str
+    assert repr(queue) == "<Queue 'jobs'>"
+    jobs = InProcessQueue(queue, in_memory_outbox)
+    for _ in range(2):
+        queue.stash(None, memoryview(b"x"), headers={_Name.JOBS: _Name.JOBS, "n": bytearray(b"m")})
+
+    def refuse(message):
+        assert message.header(_Name.JOBS) == b"jobs"
+        if message.id.endswith("-0"):
+            raise Reject(_Name.JOBS)
+        message.reject(_Name.JOBS)
+
+    assert jobs.run(refuse) == 2
+    assert [letter.reason for letter in jobs.dead_letters] == ["jobs", "jobs"]
+    assert jobs.dead_letters[0].headers == (("jobs", b"jobs"), ("n", b"m"))
