@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -82,7 +82,8 @@ class Misfortunes:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._marks = marks_of(Path(place.directory))
-        self._hangman = threading.local()
+        self._hangman: psycopg.Connection | None = None
+        self._hangman_is_at_work = threading.Lock()
 
     def of(self, message: str, shares: Mapping[str, float]) -> str:
         """Return the kind of misfortune that this try of a message meets; '' for none."""
@@ -93,18 +94,12 @@ class Misfortunes:
                 return kind if self._is_first(message, kind) else ""
         return ""
 
-    def cut(self, backend: int) -> None:
-        """End a session of the database, over a connection of our own."""
-        connection = getattr(self._hangman, "connection", None)
-        if connection is None or connection.closed:
-            connection = self._hangman.connection = psycopg.connect(
-                self._place.direct, autocommit=True, application_name="effects-hangman"
-            )
-        connection.execute("SELECT pg_terminate_backend(%s)", [backend])
-
     def cut_soon(self, backend: int) -> None:
-        """End a session in a moment: before, in or after the commit."""
-        self._soon(lambda: self.cut(backend))
+        """End a session of the database in a moment: before, in or after the commit."""
+        with self._hangman_is_at_work:
+            if self._hangman is None or self._hangman.closed:  # which takes longer than a commit
+                self._hangman = psycopg.connect(self._place.direct, autocommit=True)
+        self._soon(lambda: self._cut(backend))
 
     @staticmethod
     def die() -> None:
@@ -115,7 +110,11 @@ class Misfortunes:
         """Kill this process in a moment: before the commit, or between it and the commit of the offset."""
         self._soon(self.die)
 
-    def _soon(self, act) -> None:
+    def _cut(self, backend: int) -> None:
+        with self._hangman_is_at_work:
+            self._hangman.execute("SELECT pg_terminate_backend(%s)", [backend])
+
+    def _soon(self, act: Callable[[], None]) -> None:
         def wait():
             time.sleep(random.uniform(0, _LATE_SECONDS))
             act()

@@ -51,6 +51,7 @@ _SESSIONS = """
     SELECT pid FROM pg_stat_activity
     WHERE datname = current_database() AND application_name IN ('effects-worker', 'effects-consumer')
 """
+_IS_OPEN = "state LIKE 'idle in transaction%'"
 _TABLES = """
     CREATE TABLE effect (value text, origin text);
     CREATE TABLE orders (number int PRIMARY KEY); INSERT INTO orders VALUES (1);
@@ -96,7 +97,7 @@ class EffectsRun:
             "marker_topic": f"{name}-markers",
             "dead_letter_topic": f"{name}-dead-letters",
             "redelivery_timeout": "10s",
-            "max_attempts": 100,
+            "max_attempts": 10,
             "kafka": {"session.timeout.ms": 6000, "heartbeat.interval.ms": 1500},
         }
         self._open = ExitStack()
@@ -107,6 +108,8 @@ class EffectsRun:
             self._url = self._services.postgres.create_database(self._name)
             opening.callback(self._services.postgres.drop_database, self._name)
             self._proxy = opening.enter_context(TcpProxy(LOCALHOST, self._services.postgres.port))
+            self._looker = Consumer({"bootstrap.servers": self._services.kafka.bootstrap, "group.id": GROUP})
+            opening.callback(self._looker.close)
             self._place = Place("", str(self._directory), self._seed, self._url)
             self._command("migrate", "--verbosity=0").check_returncode()
             self._execute(_TABLES)
@@ -135,8 +138,7 @@ class EffectsRun:
         wait_until(lambda: not any(self._left().values()), timeout=_QUIET_SECONDS, interval=1)
         left = self._left()
         self._crew.end()
-        left["open transactions"] = self._number(f"SELECT count(*) FROM ({_SESSIONS} AND state <> 'idle') AS s")
-        left["processes that ended by themselves"] = len(self._crew.failures)
+        left["tasks that were not enqueued"] = self._tasks - self._number("SELECT count(*) FROM committed")
         return self._report(time.monotonic() - begun, sent, left)
 
     # -- load
@@ -169,13 +171,14 @@ class EffectsRun:
         whole = sum(left.values())
         since = told = begun
         for done, kind in zip(range(1, number + 1), self._kinds(), strict=False):
-            while time.monotonic() < until:
-                left = self._unfinished()
-                is_due = sum(left.values()) <= whole * (1 - done / (number + 1))
-                if is_due or time.monotonic() - since > _LONGEST_GAP_SECONDS:
+            while sum(left.values()) > whole * (1 - done / (number + 1)):
+                if time.monotonic() > min(until, since + _LONGEST_GAP_SECONDS):
                     break
                 time.sleep(self._random.uniform(0.2, 1))
                 self._crew.fill()
+                left = self._unfinished()
+            if time.monotonic() > until:
+                return
             self._suffer(kind)
             self._crew.fill()
             since = time.monotonic()
@@ -214,7 +217,7 @@ class EffectsRun:
 
     def _unfinished(self) -> dict[str, int]:
         """Count what is to be done: an upper bound of the records, the tasks."""
-        done = self._number("SELECT count(*) FROM outbox_task_result WHERE status = 'SUCCESSFUL'")
+        done = self._number("SELECT count(*) FROM outbox_task_result WHERE status IN ('SUCCESSFUL', 'FAILED')")
         return {"records": self._behind(), "tasks": self._tasks - done}
 
     def _left(self) -> dict[str, int]:
@@ -225,20 +228,17 @@ class EffectsRun:
             "messages that wait": stats.waiting,
             "messages in progress": stats.in_progress,
             "dead letters": stats.dead_letters,
+            "open transactions": self._number(f"SELECT count(*) FROM ({_SESSIONS} AND {_IS_OPEN}) AS session"),
         }
 
     def _behind(self) -> int:
         """Count the records behind the offsets that the group has committed."""
-        consumer = Consumer({"bootstrap.servers": self._services.kafka.bootstrap, "group.id": GROUP})
-        try:
-            partitions = [TopicPartition(self._topic, number) for number in range(_PARTITIONS)]
-            behind = 0
-            for partition in consumer.committed(partitions, timeout=30):
-                _, end = consumer.get_watermark_offsets(partition, timeout=30)
-                behind += end - max(0, partition.offset)
-            return behind
-        finally:
-            consumer.close()
+        partitions = [TopicPartition(self._topic, number) for number in range(_PARTITIONS)]
+        behind = 0
+        for partition in self._looker.committed(partitions, timeout=30):
+            _, end = self._looker.get_watermark_offsets(partition, timeout=30)
+            behind += end - max(0, partition.offset)
+        return behind
 
     # -- the verdict
 
