@@ -84,11 +84,12 @@ def judge(evidence: Evidence, group: str, concurrency: int) -> dict[str, list[st
 
 def _judge_effects(evidence: Evidence, group: str, found: dict[str, list[str]]) -> None:
     tasks = {f"{TASK}{number}" for number in evidence.committed}
+    expected = evidence.records | tasks
     times = Counter(value for value, _ in evidence.effects)
-    for name in sorted((evidence.records | tasks) - set(times)):
+    for name in sorted(expected - set(times)):
         found["without an effect"].append(name)
     for name, number in times.items():
-        if name not in evidence.records | tasks:
+        if name not in expected:
             found["effects of what was refused or never sent"].append(name)
         elif number > 1:
             found["more than one effect"].append(f"{name}: {number}")
