@@ -98,7 +98,7 @@ class Misfortunes:
         """End a session of the database in a moment: before, in or after the commit."""
         with self._hangman_is_at_work:
             if self._hangman is None or self._hangman.closed:  # which takes longer than a commit
-                self._hangman = psycopg.connect(self._place.direct, autocommit=True)
+                self._hangman = psycopg.connect(self._place.direct, autocommit=True, application_name="hangman")
         self._soon(lambda: self._cut(backend))
 
     @staticmethod

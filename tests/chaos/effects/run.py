@@ -1,7 +1,7 @@
 """A run: tasks and records, workers and consumers that suffer faults, and the verdict on every effect.
 
 What happens to single tries is drawn in the processes (`misfortunes`); what happens to processes and connections, here:
-kinds of faults are dealt like cards, so that each comes once before any comes twice, and go on until all is done.
+kinds of faults are dealt like cards, all of them before any comes again, and are spread over the work.
 """
 
 import json
