@@ -16,7 +16,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-alone test-again test-quick test-all test-lowest test-django6 python6 costs-accept
-.PHONY: test-chaos test-queues chaos simulate spark-faults explore screenshots demo demo-pipeline clean
+.PHONY: test-chaos test-queues chaos chaos-effects simulate spark-faults explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-queue-budget bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-quota bench-versions bench-retention bench-console bench-pressure
 
@@ -133,6 +133,10 @@ chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-
 		--brokers $(or $(BROKERS),1) --deck $(or $(DECK),all) $(if $(SEED),--seed $(SEED)) $(if $(HOSTILE),--hostile) \
 		$(if $(LATE),--late-requests $(LATE)) $(if $(RECORDS),--least-records $(RECORDS)) \
 		$(if $(FAULTS),--least-faults $(FAULTS)) $(if $(ILLNESS),--longest-illness $(ILLNESS))
+
+chaos-effects: $(STAMP)  ## TASKS=10000 of Django and RECORDS=100000 consumed under FAULTS=90, each with its effect once (SEED=n), with a report
+	$(BIN)/python -m tests.chaos.effects --tasks $(or $(TASKS),10000) --records $(or $(RECORDS),100000) \
+		--faults $(or $(FAULTS),90) $(if $(SEED),--seed $(SEED))
 
 simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n), or one SEED=n with its trace; RULE= breaks one (MEDIAN=5)
 	$(BIN)/python -m tests.simulation --hours $(or $(HOURS),0.1) $(if $(MODE),--mode $(MODE)) $(if $(SEED),--seed $(SEED)) \

@@ -27,6 +27,16 @@ _ROLLED_BACK = 1 / 3
 
 def main():
     """Run a command."""
+    configure()
+    import_module("tests.integration.django.sample_tasks")  # which is of no installed application
+    if sys.argv[1] == "enqueue":
+        enqueue(sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
+    else:
+        execute_from_command_line(["manage.py", *sys.argv[1:]])
+
+
+def configure(**database):
+    """Configure Django by the environment; `database` has settings of the connection that differ."""
     server = conninfo_to_dict(os.environ["TEST_DATABASE"])
     settings.configure(
         INSTALLED_APPS=["outbox_django", "outbox_django.tasks"],
@@ -52,15 +62,11 @@ def main():
                 "HOST": server["host"],
                 "PORT": server["port"],
                 "CONN_MAX_AGE": None,
+                **database,
             }
         },
     )
     django.setup()
-    import_module("tests.integration.django.sample_tasks")  # which is of no installed application
-    if sys.argv[1] == "enqueue":
-        enqueue(sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
-    else:
-        execute_from_command_line(["manage.py", *sys.argv[1:]])
 
 
 def enqueue(journal, count, mark=None):

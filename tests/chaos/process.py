@@ -101,7 +101,7 @@ class HarvesterProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM once it is handled, and wait for a good end."""
-        wait_until(lambda: not self.is_running or self._catches_sigterm(), timeout=_START_SECONDS)
+        wait_until(lambda: not self.is_running or catches(self._process.pid, signal.SIGTERM), timeout=_START_SECONDS)
         if not self.is_running:
             return
         self._process.terminate()
@@ -138,10 +138,12 @@ class HarvesterProcess:
         """Return the end of its log."""
         return self._log.read_text(errors="replace")[-size:]
 
-    def _catches_sigterm(self) -> bool:
-        try:
-            status = Path(f"/proc/{self._process.pid}/status").read_text()
-        except OSError:
-            return False
-        caught = re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)
-        return caught is not None and bool(int(caught[1], base=16) >> (signal.SIGTERM - 1) & 1)
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Tell whether a process has a handler for a signal; False if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], base=16) >> (number - 1) & 1)

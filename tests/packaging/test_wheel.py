@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 
 from outbox_core.schema import TableName, create_history_sql, create_hold_sql, create_table_sql
 from tests.harvesting import Scene
+from tests.packaging.environments import CHECKOUT, Environment
 
-CHECKOUT = Path(__file__).parents[2]
 TYPED_PROJECT = Path(__file__).parent / "typed_project"
 TYPE_ERROR = re.compile(r"^ *(?:.*/)?(\w+\.py):(\d+)(?::\d+)*(?: -)?:? error", re.MULTILINE)
 HOST_ENVIRONMENT = """
@@ -34,68 +33,22 @@ upgrade, downgrade = outbox_0001()
 pytestmark = pytest.mark.timeout(600)  # packages may have to be fetched
 
 
-class _Environment:
-    """A virtual environment; commands run in a folder of its own and see nothing of the checkout."""
-
-    def __init__(self, path, what):
-        venv.create(path)  # without a pip of its own, which takes longer to install than all else
-        self.folder = path / "elsewhere"
-        self.folder.mkdir()
-        self._bin = path / "bin"
-        self.pip("install", "--quiet", "--no-compile", what)
-
-    def pip(self, *arguments):
-        """Run our pip for this environment, and return its output."""
-        command = [sys.executable, "-m", "pip", "--python", self._bin / "python", "--disable-pip-version-check"]
-        return subprocess.run(
-            [*command, *arguments], cwd=self.folder, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
-
-    def run(self, program, *arguments, check=False, **variables):
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OUTBOX_"))}
-        done = subprocess.run(
-            [self._bin / program, *arguments],
-            cwd=self.folder,
-            env=kept | variables,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def python(self, code, **variables):
-        return self.run("python", "-c", code, check=True, **variables).stdout
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Return the built wheel."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = folder.glob("kafka_outbox-*.whl")
-    return built
-
-
 @pytest.fixture(scope="module")
 def base(wheel, tmp_path_factory):
     """Return an environment with the base install only."""
-    return _Environment(tmp_path_factory.mktemp("base"), str(wheel))
+    return Environment(tmp_path_factory.mktemp("base"), str(wheel))
 
 
 @pytest.fixture(scope="module")
 def complete(wheel, tmp_path_factory):
     """Return an environment with the harvester and both adapters."""
-    return _Environment(tmp_path_factory.mktemp("complete"), f"{wheel}[harvester,sqlalchemy,django]")
+    return Environment(tmp_path_factory.mktemp("complete"), f"{wheel}[harvester,sqlalchemy,django]")
 
 
 @pytest.fixture(scope="module")
 def queue_only(wheel, tmp_path_factory):
     """Return an environment with the extra for queues and no database driver."""
-    return _Environment(tmp_path_factory.mktemp("queue"), f"{wheel}[queue]")
+    return Environment(tmp_path_factory.mktemp("queue"), f"{wheel}[queue]")
 
 
 def test_contents(wheel):
