@@ -23,10 +23,10 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.django_settings")
 if not apps.ready:
     django.setup()
 
-from outbox_django.tasks import backend, worker  # noqa: E402
-from outbox_django.tasks.library import task_finished, task_started  # noqa: E402
-from tests.simulation.scheduling import current  # noqa: E402
-from tests.simulation.tables import DriverConnection  # noqa: E402
+from outbox_django.tasks import backend, worker
+from outbox_django.tasks.library import task_finished, task_started
+from tests.simulation.scheduling import current
+from tests.simulation.tables import DriverConnection
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 WORLD_SETTINGS = {"CONN_MAX_AGE": 0}

@@ -9,6 +9,7 @@ from typing import Any
 
 from outbox_core.consuming import ID_HEADER
 from outbox_queue import Message, Reject
+from outbox_queue.consuming.delivery import State
 from tests.simulation.brokers import COMMITTED, PLAIN
 from tests.simulation.scheduling import Process
 from tests.simulation.tables import Place, Row
@@ -35,6 +36,7 @@ class Call:
     raised: BaseException | None = None  # by the function
     outcome: str = ""  # "done", "given back", "raised"; nothing if its process has ended before
     has_fault: bool = False  # of a statement; not one that the function has made itself
+    is_in_doubt: bool = False  # its beginning: the connection was lost in a COMMIT
     lasted: float = 0.0
 
 
@@ -146,7 +148,7 @@ class Oracle:
 
     def _check_not_counted_more(self, name: str) -> None:
         task, row = self.tasks[name], self._row(name)
-        in_doubt = sum(not call.has_started and call.outcome in ("", "given back") for call in task.calls)
+        in_doubt = sum(not call.has_started and (call.is_in_doubt or not call.outcome) for call in task.calls)
         counted = len(json.loads(row["worker_ids"]))
         if counted > task.starts + in_doubt:
             self._world.broken(f"task {name} has {counted} attempts in its result, and began {task.starts} times")
@@ -165,12 +167,12 @@ class Oracle:
         """Note how the handler has ended: what it says is true in the database."""
         world, row = self._world, self._row(call.task)
         call.lasted = world.scheduler.now - call.at
-        is_given_back = error is None and message.is_settled
+        is_given_back = error is None and message._delivery.state is State.NACKED
         call.outcome = "raised" if error is not None else "given back" if is_given_back else "done"
         kinds = self.tasks[call.task].kinds
         if is_given_back and call.lasted < world.longest_seconds:
             world.seen["task given back"] += 1
-            held_up = world.disturbances.seconds(call.process.name, call.at - 5.0, world.scheduler.now)
+            held_up = world.database_disturbances.seconds(call.process.name, call.at - 5.0, world.scheduler.now)
             if not call.has_fault and not held_up:
                 world.broken(f"task {call.task} was given back, and nothing kept its result from being written")
         elif error is None and not is_given_back and row["status"] != "SUCCESSFUL":

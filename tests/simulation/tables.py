@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -152,6 +152,7 @@ class _Session:
     transaction: _Transaction | None = None
     is_over: bool = False
     ends: bool = False  # as the server is about to find out that its connection has broken
+    commits: int = 0
 
     @property
     def status(self) -> TransactionStatus:
@@ -251,6 +252,7 @@ class Tables:
             if verb == "COMMIT" and not is_committed:
                 self.reached("COMMIT that rolls back")
             changes = transaction.changes if transaction is not None and is_committed else {}
+            session.commits += is_committed
             self._finish(session, changes)
             return _Answer(session.status, changes=changes)
         if verb == "BEGIN":
@@ -451,7 +453,7 @@ class DriverConnection:
             self.closed = True
             self._world.network.break_connection(self.wire)
 
-    def __enter__(self) -> DriverConnection:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -460,11 +462,8 @@ class DriverConnection:
             if kind is None:
                 self.commit()
             elif not self.closed and not self._process.is_dead:
-                try:
+                with suppress(psycopg.Error):
                     self.rollback()
-                except psycopg.Error:
-                    if kind is None:
-                        raise
         finally:
             self.close()
 
@@ -483,7 +482,7 @@ class DriverConnection:
         return self._request(sql, parameters, begins=begins and parse(sql).verb not in ("COMMIT", "ROLLBACK"))
 
     def _request(self, sql: str, parameters: Sequence[Any], *, begins: bool = False) -> _Answer:
-        world, event, found = self._world, Event(), list[Any]()
+        world, event, found, commits = self._world, Event(), list[Any](), self._session.commits
         fault = world.at_statement(self, sql)
         handler = world.tables.take(self._session, sql, parameters, begins=begins, fails=fault == "refuse")
         request = world.network.send(self.wire, handler, lambda answer: (found.append(answer), event.set()))
@@ -499,7 +498,7 @@ class DriverConnection:
         event.wait()
         if found[0] is LOST:
             if sql == "COMMIT":
-                world.seen["outcome of a COMMIT unknown"] += 1
+                world.in_doubt(has_committed=self._session.commits > commits)
             self.closed = self.broken = True
             self._status = TransactionStatus.UNKNOWN
             raise psycopg.OperationalError("server closed the connection unexpectedly")
@@ -541,15 +540,8 @@ class Cursor:
     def close(self) -> None:
         """Close it."""
 
-    def __enter__(self) -> Cursor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def connected(world: Any) -> Iterator[DriverConnection]:
-    """Connect, begin, and commit or roll back at the end, as `with psycopg.connect(...) as connection` does."""
-    with DriverConnection(world) as connection:
-        yield connection
