@@ -32,7 +32,7 @@ _MOST_SECONDS = 3600  # of a chunk: a process that was killed never answers
 _TELL_SECONDS = 60.0
 _KINDS = 16  # one seed in so many is a long run with rare faults, another one has four harvesters and long outages, and
 # in two of them one harvester or another is ill alone, for minutes
-_CALM = 8  # one seed in so many of consumers is a long run with rare faults
+_CALM = 4  # one seed in so many of consumers is a long run with rare faults
 _MOST_SEEDS = 600  # for a broken rule: about two minutes on two processors
 _APART = 10_000  # between the ranges of seeds of one rule
 _ALL = "all"

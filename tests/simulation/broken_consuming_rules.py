@@ -171,6 +171,7 @@ _SITUATIONS: dict[str, dict[str, Any]] = {
     # Tasks outlive their message, and end when another worker was successful.
     "a success is not written over": {**_WITH_TASKS, "conducts": ("too slow",), "consumers": 2},
     "a successful task does not run again": {**_WITH_TASKS, "conducts": ("too slow",), "consumers": 2},
+    "a repeat has no effect": {"groups": ("bare", "django"), "conducts": ("slow", "fail")},
     "a message is finished behind its handler": {"groups": ("queue",)},
     # The answer to the COMMIT of a beginning is lost.
     "a beginning in doubt counts once": {**_WITH_TASKS, "faults": ("at a statement",), "step_share": 0.05},

@@ -143,7 +143,7 @@ class ConsumerPlan(QueuePlan):
         random = Random(self.seed)
         return replace(
             self,
-            seconds=random.choice((1200.0, 2400.0)),
+            seconds=random.choice((1200.0, 2400.0, 3600.0)),
             pause=random.choice((3.0, 10.0)),
             fault_pause=random.choice((5.0, 20.0)),
             step_share=0.02,
