@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import django
 from django.apps import apps
 from django.db import connections
+from django.db.backends.base import base as django_base
 from django.db.backends.postgresql import base
 from django.utils import timezone
 
@@ -29,7 +31,6 @@ from tests.simulation.scheduling import current
 from tests.simulation.tables import DriverConnection
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
-WORLD_SETTINGS = {"CONN_MAX_AGE": 0}
 
 
 class Wrapper(base.DatabaseWrapper):
@@ -79,7 +80,12 @@ class _Nothing(dict[str, Any]):
 
 
 def _connection(alias: str) -> Wrapper:
-    return Wrapper({**connections.settings[alias], **WORLD_SETTINGS}, alias)
+    process: Any = current().process
+    return Wrapper({**connections.settings[alias], **process.world.connection_settings}, alias)
+
+
+def _monotonic() -> float:
+    return current().process.monotonic()
 
 
 def now() -> datetime:
@@ -103,6 +109,7 @@ def django_in(random: Random, receivers: Any) -> Iterator[None]:
             (connections, "create_connection", _connection),
             (connections, "_connections", _OfThread()),
             (timezone, "now", now),
+            (django_base, "time", SimpleNamespace(monotonic=_monotonic)),
             (backend, "get_random_string", draw),
             (worker, "get_random_string", draw),
             (worker, "stop_on_signals", no_signals),

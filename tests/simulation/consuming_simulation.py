@@ -105,6 +105,8 @@ class ConsumerPlan(QueuePlan):
     commit: str = "sync"
     retries: bool = False
     repeats: float = 0.05  # the share of records that are published twice
+    max_age: float | None = 0  # of Django's connections, in seconds; None: they live for ever
+    health_checks: bool = False
     KINDS = ("faults", "conducts", "groups")
     NUMBERS = ("consumers", "trackers")
 
@@ -135,6 +137,8 @@ class ConsumerPlan(QueuePlan):
             conducts=tuple(conduct for conduct in CONDUCTS if random.random() < 0.5),
             commit=random.choice(("sync", "sync", "stored")),
             retries=random.random() < 0.5,
+            max_age=random.choice((0, 2.0, None)),
+            health_checks=random.random() < 0.5,
             step_share=random.choice((0.01, 0.05)),
         )
 
@@ -347,6 +351,7 @@ class ConsumerSimulation(QueueSimulation):
         self.tables.reached = self._reached
         self.truth = Oracle(self)
         self.tables.on_commit = self.truth.committed
+        self.connection_settings = {"CONN_MAX_AGE": plan.max_age, "CONN_HEALTH_CHECKS": plan.health_checks}
         self.acknowledged_by: Counter[Process] = Counter()
         self.disturbances = self._disturbances
         self.database_disturbances = Disturbances()
