@@ -108,6 +108,11 @@ def _write_carelessly(self: Any) -> None:
         results.write(self._result, worker.stash_alias())
 
 
+def _write_on_what_is_left(self: Any) -> None:
+    """Write on the connection that the task has left, if it answers."""
+    worker._on_a_working_connection(lambda alias: results.write(self._result, alias))
+
+
 def _update_all(result: Any, alias: str, values: Any) -> None:
     """Write the result of a message, whoever has it by now."""
     Result.objects.using(alias).filter(pk=result.id).update(status=str(result.status), **values)
@@ -155,6 +160,7 @@ CONSUMER_RULES: dict[str, tuple[Double, ...]] = {
         (worker, "_close_unusable", _close_nothing),
         (worker, "_on_a_working_connection", _again_on_any_connection),
     ),
+    "an outcome is written on a connection of its own": ((worker._Attempt, "_write", _write_on_what_is_left),),
     "an outcome that is not written is told": ((worker._Attempt, "_write", _write_carelessly),),
     "a receiver's error is not the task's": (
         (worker, "task_started", _Sends(worker.task_started)),
@@ -178,6 +184,7 @@ _SITUATIONS: dict[str, dict[str, Any]] = {
     "what never began is no attempt": {**_WITH_TASKS, "faults": ("at a statement",), "step_share": 0.05},
     "a broken connection is no failure of a task": _WITH_TASKS,
     "a broken connection is replaced": _WITH_TASKS,
+    "an outcome is written on a connection of its own": _WITH_TASKS,
     "an outcome that is not written is told": _WITH_TASKS,
     "a receiver's error is not the task's": _WITH_TASKS,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from outbox_django.tasks.library import task_finished, task_started
 from tests.simulation.scheduling import current
 from tests.simulation.tables import DriverConnection
 
+_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -89,8 +90,10 @@ def _monotonic() -> float:
 
 
 def now() -> datetime:
-    """Return the time of day of the process that runs."""
-    return datetime.fromtimestamp(current().process.wall_clock(), UTC)
+    """Return the time of day of the process that runs: no two threads are told the same, though steps take no time."""
+    told = vars(current().process)
+    told["microseconds"] = max(told.get("microseconds", 0) + 1, int(current().process.wall_clock() * 1_000_000))
+    return _BEGIN + timedelta(microseconds=told["microseconds"])
 
 
 @contextmanager
