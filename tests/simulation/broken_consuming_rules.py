@@ -10,6 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import psycopg
+from django.db import Error as DjangoError
+from django.db import OperationalError
 
 from outbox_core import consuming
 from outbox_core.drivers import plain_cursor
@@ -19,9 +21,7 @@ from outbox_queue.consuming import worker as queue_worker
 from tests.simulation import consuming_simulation
 from tests.simulation.consuming_django import connections
 
-from django.db import Error as DjangoError  # isort: skip  after `consuming_django`, which sets Django up
-from django.db import OperationalError  # isort: skip
-from outbox_django.tasks import results, worker  # isort: skip
+from outbox_django.tasks import results, worker  # isort: skip  after `consuming_django`, which sets Django up
 from outbox_django.tasks.models import Result  # isort: skip
 
 _original_accept = Inbox.accept
@@ -160,6 +160,7 @@ CONSUMER_RULES: dict[str, tuple[Double, ...]] = {
         (worker, "_close_unusable", _close_nothing),
         (worker, "_on_a_working_connection", _again_on_any_connection),
     ),
+    "a second try has a connection of its own": ((worker, "_on_a_working_connection", _again_on_any_connection),),
     "an outcome is written on a connection of its own": ((worker._Attempt, "_write", _write_on_what_is_left),),
     "an outcome that is not written is told": ((worker._Attempt, "_write", _write_carelessly),),
     "a receiver's error is not the task's": (
@@ -184,6 +185,7 @@ _SITUATIONS: dict[str, dict[str, Any]] = {
     "what never began is no attempt": {**_WITH_TASKS, "faults": ("at a statement",), "step_share": 0.05},
     "a broken connection is no failure of a task": _WITH_TASKS,
     "a broken connection is replaced": _WITH_TASKS,
+    "a second try has a connection of its own": {**_WITH_TASKS, "faults": ("at a statement",), "step_share": 0.05},
     "an outcome is written on a connection of its own": _WITH_TASKS,
     "an outcome that is not written is told": _WITH_TASKS,
     "a receiver's error is not the task's": _WITH_TASKS,

@@ -21,6 +21,8 @@ from unittest.mock import patch
 
 import psycopg
 from confluent_kafka import KafkaException
+from django.db import Error as DjangoError
+from django.db import close_old_connections, transaction
 
 from outbox_core.consuming import ID_HEADER, backoff, consume, message_id_of
 from outbox_core.errors import AcceptanceLost, OutboxError
@@ -40,12 +42,9 @@ from tests.simulation.simulation import Outcome, Simulation, _cut_seconds
 from tests.simulation.tables import CONNECT, FAILS, DriverConnection, Place, Row, Tables
 from tests.simulation.threads import Event, patched
 
-from django.db import Error as DjangoError  # isort: skip  after `consuming_django`, which sets Django up
-from django.db import close_old_connections, transaction  # isort: skip
-
-from outbox_django import stash  # isort: skip
+from outbox_django import stash  # isort: skip  after `consuming_django`, which sets Django up
 from outbox_django.consuming import consume as consume_in_django  # isort: skip
-from outbox_django.tasks import backend, results, worker  # noqa: F401  isort: skip
+from outbox_django.tasks import results, worker  # noqa: F401  isort: skip
 from outbox_django.tasks.backend import OutboxTaskBackend  # isort: skip
 from outbox_django.tasks.library import Task  # isort: skip
 
@@ -550,7 +549,7 @@ class ConsumerSimulation(QueueSimulation):
         finally:
             self._at_work[call.process.name] -= 1
             if not call.process.is_dead:
-                call.has_fault = False  # what is lost behind this moment may keep the result from being written
+                call.faults = 0  # what is lost behind this moment may keep the result from being written
                 self.truth.left(call, raised)
             else:
                 self.seen["task of a process that died"] += 1
@@ -627,7 +626,7 @@ class ConsumerSimulation(QueueSimulation):
         self.scheduler.note("%s: %s at %s", process.name, kind, sql.strip()[:40])
         call = vars(current()).get("call")
         if call is not None:
-            call.has_fault = True
+            call.faults += 1
         if kind == "break first":
             self.network.break_connection(connection.wire)
         elif kind == "crash":

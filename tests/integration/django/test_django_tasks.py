@@ -452,6 +452,34 @@ def test_two_attempts_at_once_are_both_counted():
     assert result.worker_ids[1] == "another"
 
 
+def test_a_beginning_in_doubt_is_counted_once_beside_another():
+    """A worker that begins again, as it does not know whether it has begun, counts once, whoever began meanwhile."""
+    enqueued = sample_tasks.noop.enqueue()
+    ours, another = (results.read(enqueued.id, "default") for _ in range(2))
+    begun_at = timezone.now()
+    results.begin(ours, "worker-1", begun_at, "default")  # the answer to its COMMIT is lost
+    results.begin(another, "worker-2", timezone.now(), "default")
+    results.begin(ours, "worker-1", begun_at, "default")
+    enqueued.refresh()
+    assert enqueued.worker_ids == ["worker-1", "worker-2"]
+
+
+@pytest.mark.parametrize("meanwhile", ["", "another"])
+def test_a_beginning_that_was_rolled_back_is_counted(meanwhile):
+    """A worker that has begun a task before counts each attempt, also one whose first try was rolled back."""
+    enqueued = sample_tasks.noop.enqueue()
+    for _ in range(2):
+        ours, begun_at = results.read(enqueued.id, "default"), timezone.now()
+        with suppress(OperationalError), transaction.atomic():
+            results.begin(ours, "worker-1", begun_at, "default")
+            raise OperationalError
+        if meanwhile:
+            results.begin(results.read(enqueued.id, "default"), meanwhile, timezone.now(), "default")
+        results.begin(ours, "worker-1", begun_at, "default")
+    enqueued.refresh()
+    assert [each for each in enqueued.worker_ids if each != meanwhile] == ["worker-1", "worker-1"]
+
+
 def test_a_success_is_final():
     """A worker that was thought dead fails after another has succeeded: the result stays, and nothing runs again."""
     result = sample_tasks.overtaken.enqueue()
