@@ -69,8 +69,6 @@ def begin(result: TaskResult[..., Any], worker_id: str, at: datetime, alias: str
     attempt, as the first commit's outcome is not known, it counts once. Raises RowsHidden if no row is seen, and row
     level security hides rows: the task may have been successful.
     """
-    # A first try has left its number here; last_attempted_at in the table may be that of another worker by now.
-    tried = result.worker_ids.count(worker_id) if result.last_attempted_at == at else 0
     with bounded(alias, "the beginning of a task"), transaction.atomic(using=alias):
         row = Result.objects.using(alias).select_for_update().filter(pk=result.id).first()
         if row is not None:
@@ -80,7 +78,7 @@ def begin(result: TaskResult[..., Any], worker_id: str, at: datetime, alias: str
             table = Result._meta.db_table  # noqa: SLF001  Django's documented API
             refuse_hidden(fetch_on(connections[alias]), [TableName.parse(table)])
             result.worker_ids.clear()
-        is_counted = 0 < tried <= result.worker_ids.count(worker_id)
+        is_counted = result.last_attempted_at == at and worker_id in result.worker_ids
         if result.status == TaskResultStatus.SUCCESSFUL or is_counted:
             return
         change(

@@ -452,6 +452,171 @@ def test_two_attempts_at_once_are_both_counted():
     assert result.worker_ids[1] == "another"
 
 
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_an_outage_of_the_database_uses_up_no_attempt(monkeypatch, meanwhile):
+    """Also its last attempt comes again uncounted, whether the database is away before the task begins or after."""
+    monkeypatch.setattr(worker, "_OUTAGE_PAUSE_SECONDS", 0.0)
+    result, row, acks = sample_tasks.without_database.enqueue(meanwhile), Outbox.objects.latest("id"), _Acks()
+    parameters = connections["default"].settings_dict
+    port = parameters["PORT"]
+    try:
+        if not meanwhile:
+            sample_tasks.cut_database()
+        _run(max_attempts=1, row=row, acks=acks)
+    finally:
+        parameters["PORT"] = port
+    assert acks.nacks == [(10_000, False)]
+    result.refresh()
+    assert (result.status, result.errors) == (TaskResultStatus.RUNNING if meanwhile else TaskResultStatus.READY, [])
+
+
+@pytest.mark.parametrize("moment", ["begin", "write"])
+def test_a_database_that_says_nothing_keeps_no_worker(monkeypatch, caplog, moment):
+    """Counting an attempt and keeping its result go on over a new connection after a deadline, with one log line."""
+    monkeypatch.setattr("outbox_django.databases.SHORT_SECONDS", 1.0)
+    sample_tasks.noop.enqueue()
+    stopped = []
+
+    def freeze(*given):
+        connection = connections["default"]
+        connection.ensure_connection()
+        monkeypatch.setattr(results, moment, original)
+        pid = connection.connection.info.backend_pid
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+        return original(*given)
+
+    original = getattr(results, moment)
+    monkeypatch.setattr(results, moment, freeze)
+    try:
+        _run()
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    (line,) = [record.getMessage() for record in caplog.records if "was given up" in record.getMessage()]
+    assert "has not answered for 1 s (the " in line
+    result = Result.objects.get()
+    assert (result.status, result.worker_ids) == (TaskResultStatus.SUCCESSFUL, ["worker-1"])
+
+
+@pytest.mark.parametrize("name", ["killed", "closed", "autocommit off"])
+def test_a_task_that_outlives_its_connection(name):
+    """A task whose connection is lost meanwhile has succeeded all the same, at its only attempt."""
+    result = sample_tasks.lose_connection.enqueue(name)
+    _run(max_attempts=1)
+    result.refresh()
+    assert (result.status, result.return_value, result.attempts) == (TaskResultStatus.SUCCESSFUL, name, 1)
+
+
+def test_a_task_that_fails_without_a_connection():
+    """Its own error is kept, and not that of the connection."""
+    result = sample_tasks.lose_connection.enqueue("fails")
+    with pytest.raises(ValueError, match="after the connection was lost"):
+        _run(max_attempts=1)
+    result.refresh()
+    assert (result.status, result.errors[0].exception_class) == (TaskResultStatus.FAILED, ValueError)
+
+
+def test_a_connection_that_was_lost_between_two_tasks():
+    """An idle connection that the server has ended costs no attempt."""
+    result = sample_tasks.noop.enqueue()
+    row = Outbox.objects.latest("id")
+    sample_tasks.kill_backend()
+    _run(max_attempts=1, row=row)
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
+@pytest.mark.parametrize("moment", ["begin", "write"])
+def test_a_state_that_cannot_be_written_counts_no_attempt(monkeypatch, moment):
+    """A message whose state cannot be written, before the task begins or after it, is given back uncounted."""
+    monkeypatch.setattr(worker, "_OUTAGE_PAUSE_SECONDS", 0.0)
+
+    def refuse(*_):
+        raise OperationalError("could not serialize access due to concurrent update")
+
+    monkeypatch.setattr(results, moment, refuse)
+    sample_tasks.noop.enqueue()
+    acks = _Acks()
+    _run(max_attempts=1, acks=acks)
+    assert acks.nacks == [(10_000, False)]
+
+
+def test_receivers_that_raise(finished):
+    """Receivers of the signals change nothing about a task."""
+
+    def refuse(**_):
+        raise RuntimeError("a receiver fails")
+
+    for signal_ in (task_started, task_finished):
+        signal_.connect(refuse)
+    try:
+        result = sample_tasks.noop.enqueue()
+        _run(max_attempts=1)
+    finally:
+        for signal_ in (task_started, task_finished):
+            signal_.disconnect(refuse)
+    result.refresh()
+    assert (result.status, len(finished)) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
+def test_in_the_transaction_of_a_test():
+    """In a TestCase tasks run in the test's own transaction, and its connection stays."""
+    with transaction.atomic():
+        Result.objects.all().delete()
+        result = sample_tasks.noop.enqueue()
+        _run()
+        result.refresh()
+        assert result.status == TaskResultStatus.SUCCESSFUL
+        assert connections["default"].in_atomic_block
+
+
+def test_an_error_of_a_database_that_is_there_counts():
+    """An attempt that a time-out of a statement, or a deadlock, has ended is an attempt."""
+    sample_tasks.time_out.enqueue()
+    with pytest.raises(OperationalError, match="statement timeout"):
+        _run()
+
+
+@pytest.mark.parametrize("value", ["nan", "nul", "surrogate"])
+def test_a_return_value_that_the_table_refuses(value):
+    """A task whose value JSON has in Python alone has run all the same: it is FAILED, and not tried again."""
+    result = sample_tasks.echo.enqueue(value)
+    with pytest.raises(Reject, match="cannot be kept"):
+        _run()
+    result.refresh()
+    assert (result.status, len(result.errors)) == (TaskResultStatus.FAILED, 1)
+
+
+def test_an_error_whose_text_the_table_refuses():
+    """An attempt is counted as failed also if the text of its error cannot be kept as it is."""
+    result = sample_tasks.echo.enqueue("raise")
+    with pytest.raises(ValueError, match="\0"):
+        _run()
+    result.refresh()
+    assert (result.status, len(result.errors)) == (TaskResultStatus.READY, 1)
+
+
+@pytest.mark.parametrize("is_aware", [True, False])
+def test_a_deferred_task_in_a_project_without_time_zones(settings, is_aware):
+    """With USE_TZ False `run_after` may be naive, in the project's time zone, or aware, as Django allows."""
+    settings.USE_TZ, settings.TIME_ZONE = False, "Europe/Berlin"
+    soon = timezone.now() + timedelta(hours=1)
+    sample_tasks.noop.using(run_after=soon.astimezone() if is_aware else soon).enqueue()
+    assert _deliver_at(Outbox.objects.get()) == pytest.approx(soon.timestamp() * 1000, abs=1000)
+    _run()
+    assert Outbox.objects.count() == 2  # it came early, and was stashed again
+
+
+def test_two_attempts_at_once_are_both_counted():
+    """A message that came twice runs in two workers at once: the first to end keeps the other among the workers."""
+    result = sample_tasks.accompanied.enqueue()
+    _run()
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 2)
+    assert result.worker_ids[1] == "another"
+
+
 def test_a_beginning_in_doubt_is_counted_once_beside_another():
     """A worker that begins again, as it does not know whether it has begun, counts once, whoever began meanwhile."""
     enqueued = sample_tasks.noop.enqueue()
