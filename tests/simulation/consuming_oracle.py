@@ -36,7 +36,7 @@ class Call:
     has_left: bool = False  # it: returned, or raised
     raised: BaseException | None = None  # by the function
     outcome: str = ""  # "done", "given back", "raised"; nothing if its process has ended before
-    faults: int = 0  # of statements since the function has ended, or before it began
+    failures: int = 0  # of statements, since the function has ended or before it began
     is_in_doubt: bool = False  # its beginning: the connection was lost in a COMMIT
     lasted: float = 0.0
 
@@ -187,7 +187,7 @@ class Oracle:
         if is_given_back and call.lasted < world.longest_seconds:
             world.seen["task given back"] += 1
             held_up = world.database_disturbances.seconds(call.process.name, call.at - 5.0, world.scheduler.now)
-            if call.faults < _TRIES and not held_up:
+            if call.failures < _TRIES and not held_up:
                 world.broken(f"task {call.task} was given back, and nothing kept its result from being written")
         elif error is None and not is_given_back and row["status"] != "SUCCESSFUL":
             world.broken(f"task {call.task} is reported as done, and its result is {row['status']}")

@@ -549,7 +549,7 @@ class ConsumerSimulation(QueueSimulation):
         finally:
             self._at_work[call.process.name] -= 1
             if not call.process.is_dead:
-                call.faults = 0  # what is lost behind this moment may keep the result from being written
+                call.failures = 0  # those behind this moment may keep the result from being written
                 self.truth.left(call, raised)
             else:
                 self.seen["task of a process that died"] += 1
@@ -595,6 +595,12 @@ class ConsumerSimulation(QueueSimulation):
         """Note that a process knows of a commit."""
         self.acknowledged_by[process] += sum(table == "inbox" for table, _ in changes)
 
+    def failed(self) -> None:
+        """Note that a statement of the thread that runs has failed, or got no answer."""
+        call = vars(current()).get("call")
+        if call is not None:
+            call.failures += 1
+
     def in_doubt(self, *, has_committed: bool) -> None:
         """Note that the connection of the thread that runs was lost in a COMMIT."""
         self.seen["outcome of a COMMIT unknown"] += 1
@@ -624,9 +630,6 @@ class ConsumerSimulation(QueueSimulation):
         kind = random.choice(("break", "break", "break first", "refuse", "refuse", "crash", "crash soon", "cut"))
         self.seen["fault at a statement"] += 1
         self.scheduler.note("%s: %s at %s", process.name, kind, sql.strip()[:40])
-        call = vars(current()).get("call")
-        if call is not None:
-            call.faults += 1
         if kind == "break first":
             self.network.break_connection(connection.wire)
         elif kind == "crash":

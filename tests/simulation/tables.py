@@ -497,6 +497,7 @@ class DriverConnection:
             world.scheduler.after(delay, lambda: world.network.break_connection(self.wire))
         event.wait()
         if found[0] is LOST:
+            world.failed()
             if sql == "COMMIT":
                 world.in_doubt(has_committed=self._session.commits > commits)
             self.closed = self.broken = True
@@ -507,6 +508,7 @@ class DriverConnection:
         if answer.changes:
             world.acknowledged(self._process, answer.changes)
         if answer.error is not None:
+            world.failed()
             raise answer.error
         return answer
 

@@ -101,7 +101,7 @@ def test_simulated_postgres(name):
     scheduler, shown = Scheduler(1), []
     world = SimpleNamespace(scheduler=scheduler, network=Network(scheduler), seen=Counter())
     world.tables = Tables(scheduler, Server("database"))
-    world.at_statement = world.acknowledged = lambda *_: ""
+    world.at_statement = world.acknowledged = world.failed = lambda *_: ""
     process = Process(scheduler, "client")
     process.spawn(lambda: shown.extend(_play(DriverConnection(world), steps)), "main")
     with patched(scheduler):
