@@ -29,6 +29,7 @@ class Call:
     """One call of the handler of tasks, with a message."""
 
     task: str
+    message: str  # its id: what is published twice has two
     attempt: int
     process: Process
     at: float
@@ -118,11 +119,11 @@ class Oracle:
         """Note that a handler got the message of a task: earlier attempts began, or were held up."""
         name = json.loads(message.payload)["id"]
         task = self.tasks.setdefault(name, _Task())
-        before = [call for call in task.calls if call.attempt == message.attempt - 1]
+        before = [each for each in task.calls if (each.message, each.attempt) == (message.id, message.attempt - 1)]
         if before and not any(map(self._counts, before)):
             told = ", ".join(sorted({call.outcome for call in before}))
             self._world.broken(f"attempt {message.attempt - 1} of task {name} was counted, and was {told}")
-        call = Call(name, message.attempt, process, self._world.scheduler.now)
+        call = Call(name, message.id, message.attempt, process, self._world.scheduler.now)
         task.calls.append(call)
         return call
 
