@@ -13,8 +13,12 @@ from itertools import count
 from multiprocessing import Pool
 from statistics import median
 
+from tests.simulation.broken_consuming_rules import CONSUMER_RULES, consumers_broken
 from tests.simulation.broken_queue_rules import QUEUE_RULES, queue_broken
 from tests.simulation.broken_rules import RULES, broken, plan_of, rule_named, shows
+from tests.simulation.consuming_simulation import CONSUMER_SENTINELS, ConsumerPlan
+from tests.simulation.consuming_simulation import MODE as CONSUMERS
+from tests.simulation.consuming_simulation import run as run_consumers
 from tests.simulation.queue_simulation import MODE as QUEUE
 from tests.simulation.queue_simulation import QUEUE_SENTINELS, QueuePlan
 from tests.simulation.queue_simulation import run as run_queues
@@ -28,6 +32,7 @@ _MOST_SECONDS = 3600  # of a chunk: a process that was killed never answers
 _TELL_SECONDS = 60.0
 _KINDS = 16  # one seed in so many is a long run with rare faults, another one has four harvesters and long outages, and
 # in two of them one harvester or another is ill alone, for minutes
+_CALM = 4  # one seed in so many of consumers is a long run with rare faults
 _MOST_SEEDS = 600  # for a broken rule: about two minutes on two processors
 _APART = 10_000  # between the ranges of seeds of one rule
 _ALL = "all"
@@ -35,6 +40,9 @@ _ALL = "all"
 
 def outcome_of(plan: Plan, rule: str = "", *, trace: int = 0) -> Outcome:
     """Run a plan, with a rule of the product broken if one is named."""
+    if isinstance(plan, ConsumerPlan):
+        with consumers_broken(rule):
+            return run_consumers(plan, trace=trace)
     if isinstance(plan, QueuePlan):
         with queue_broken(rule):
             return run_queues(plan, trace=trace)
@@ -44,6 +52,9 @@ def outcome_of(plan: Plan, rule: str = "", *, trace: int = 0) -> Outcome:
 
 def _plan_of(seed: int, mode: str, rule: str) -> Plan:
     """Draw a plan."""
+    if mode == CONSUMERS or rule in CONSUMER_RULES:
+        consumers = ConsumerPlan.of(seed)
+        return consumers.calm() if not rule and seed % _CALM == _CALM - 1 else consumers
     if mode == QUEUE or rule in QUEUE_RULES:
         return QueuePlan.of(seed)
     plan = plan_of(seed, mode, rule)
@@ -76,7 +87,7 @@ def _outcomes(arguments: tuple[int, int, str, str]) -> list[Outcome]:
 
 def one(seed: int, mode: str, rule: str) -> int:
     """Run a seed in each mode or the given one, shrink it if it fails, and print the trace."""
-    for each in [mode] if mode else MODES if rule else (*MODES, QUEUE):
+    for each in [mode] if mode else MODES if rule else (*MODES, QUEUE, CONSUMERS):
         plan = _plan_of(seed, each, rule)
         outcome = outcome_of(plan, rule, trace=_TRACED)
         if shows(rule, outcome.problem):
@@ -125,7 +136,7 @@ def many(hours: float, mode: str, rule: str, first: int) -> int:
             told_at = time.monotonic()
             print(_progress(seeds, seconds, began), flush=True)
     print(_progress(seeds, seconds, began))
-    for sentinel in QUEUE_SENTINELS if mode == QUEUE else SENTINELS:
+    for sentinel in {QUEUE: QUEUE_SENTINELS, CONSUMERS: CONSUMER_SENTINELS}.get(mode, SENTINELS):
         print(f"{seen[sentinel]:9}  {sentinel}{'' if seen[sentinel] else '   NEVER REACHED'}")
     return 1 if found else 0
 
@@ -145,7 +156,7 @@ def _seeds_until_found(arguments: tuple[str, int]) -> tuple[int, float, str]:
 
 def medians(rule: str, ranges: int) -> int:
     """Print how long it takes to find a rule broken, or each of them, from the first seeds of some ranges on."""
-    names = [*RULES, *QUEUE_RULES] if rule == _ALL else [rule]
+    names = [*RULES, *QUEUE_RULES, *CONSUMER_RULES] if rule == _ALL else [rule]
     was_missed = False
     print("| Broken rule | Median of seeds | Most | Median of CPU seconds | What it shows |\n|---|---|---|---|---|")
     with Pool(os.cpu_count(), _keep_garbage) as pool:
@@ -161,7 +172,8 @@ def medians(rule: str, ranges: int) -> int:
 
 def _mode_of(rule: str, mode: str, parser: argparse.ArgumentParser) -> str:
     """Return the mode in which a rule counts, '' for several; end the command if another one was asked for."""
-    counts_in = QUEUE if rule in QUEUE_RULES else RULES[rule].mode if rule in RULES else ""
+    counts_in = QUEUE if rule in QUEUE_RULES else CONSUMERS if rule in CONSUMER_RULES else ""
+    counts_in = counts_in or (RULES[rule].mode if rule in RULES else "")
     if rule and mode and (mode != counts_in if counts_in else mode not in MODES):
         parser.error(f"the rule {rule!r} counts in {counts_in or ' and '.join(MODES)}, not in {mode}")
     return counts_in or mode
@@ -171,14 +183,16 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
     parser.add_argument("--hours", type=float, default=0.1, help="virtual hours to run")
-    parser.add_argument("--mode", choices=("", *MODES, QUEUE), default="", help="by default each seed draws a delivery")
+    parser.add_argument(
+        "--mode", choices=("", *MODES, QUEUE, CONSUMERS), default="", help="by default each seed draws a delivery"
+    )
     parser.add_argument("--seed", type=int, help="run this seed alone, with a trace")
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
     parser.add_argument(
         "--rule",
-        type=rule_named(_ALL, *RULES, *QUEUE_RULES),
+        type=rule_named(_ALL, *RULES, *QUEUE_RULES, *CONSUMER_RULES),
         default="",
-        help="a rule of the product to break, as named in broken_rules.py and broken_queue_rules.py; or 'all'",
+        help="a rule of the product to break, as named in broken_*rules.py; or 'all'",
     )
     parser.add_argument(
         "--median", type=int, help="in so many ranges of seeds, count those that it takes to find the rule broken"

@@ -447,7 +447,7 @@ def rule_named(*names: str) -> Callable[[str], str]:
         if name in ("", *names):
             return name
         near = [each for each in names if name.lower() in each.lower()] or get_close_matches(name, names, 3, 0.4)
-        these = ", ".join(map(repr, near)) or "the names are in broken_rules.py and broken_queue_rules.py"
+        these = ", ".join(map(repr, near)) or "the names are in broken_*rules.py"
         raise ArgumentTypeError(f"there is no rule {name!r}; {'meant may be ' if near else ''}{these}")
 
     return read

@@ -502,15 +502,25 @@ class Consumer(clients.Consumer):
         member: Any = self._member
         member.leave_when_told()
 
-    def memberid(self) -> str:
-        """Return the ID of this member."""
-        return self.consumer_group_metadata()[1]
-
-    def consumer_group_metadata(self) -> Who:
-        """Return what a transaction says about this member."""
+    @property
+    def who(self) -> Who:
+        """This member of its group."""
         member: Any = self._member
         who: Who = member.who
         return who
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the application has not polled for longer than `max.poll.interval.ms`."""
+        return False
+
+    def memberid(self) -> str:
+        """Return the ID of this member."""
+        return self.who[1]
+
+    def consumer_group_metadata(self) -> Any:
+        """Return what a transaction says about this member."""
+        return self.who
 
     def committed(self, places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         """Return the group's offsets, once no open transaction has any of these."""
@@ -554,7 +564,7 @@ class Consumer(clients.Consumer):
         return offsets
 
     def _send_commit(self, offsets: Mapping[Place, int], done: Callable[[int | None], None], attempt: int) -> None:
-        broker, who = self.cluster.offsets.leader, self.consumer_group_metadata()
+        broker, who = self.cluster.offsets.leader, self.who
 
         def answered(answer: Any) -> None:
             code = KafkaError._TRANSPORT if answer is LOST else answer
@@ -646,6 +656,10 @@ class _GroupMember:
         if self._owned:
             self._give_up()
         self._to_tell.clear()
+        return self._tell_group()
+
+    def _tell_group(self) -> Event:
+        """Tell the coordinator that this member leaves; return the event of its answer."""
         broker, event, who = self._consumer.cluster.offsets.leader, Event(), self.who
         self._consumer.send(
             broker, lambda respond: self._consumer.cluster.leave_queue(broker, who, respond), lambda _: event.set()
@@ -693,6 +707,11 @@ class _GroupMember:
             return
         consumer.process.after(self._interval, self._beat)
         if self._state == "joining" or self._is_lost:
+            return
+        if consumer.is_idle:
+            consumer.cluster.reached("not polled for too long")
+            self._tell_group()
+            self._lose()
             return
         if consumer.process.monotonic() - self._answered_at > self._session:
             self._lose()

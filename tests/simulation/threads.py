@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from tests.simulation.scheduling import ProcessDied, Scheduler, Task, current, spend
 
-_PACKAGES = ("outbox_core.", "outbox_queue.")
+_PACKAGES = ("outbox_core.", "outbox_queue.", "outbox_django.")
 _REAL = ("outbox_core.watched_calls",)  # no simulated code calls it, and its thread may run since an earlier test
 
 
@@ -252,15 +252,16 @@ class ThreadPoolExecutor:
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         """Call a function for each item, and yield the results in their order."""
-        futures = [self._submit(function, item) for item in items]
+        futures = [self.submit(function, item) for item in items]
         return (future.result() for future in futures)
 
-    def _submit(self, function: Callable[[Any], Any], item: object) -> Future:
+    def submit(self, function: Callable[..., Any], *items: object) -> Future:
+        """Call a function on a thread."""
         future = Future()
 
         def run() -> None:
             try:
-                future.set_result(function(item))
+                future.set_result(function(*items))
             except Exception as error:
                 future.set_exception(error)
 

@@ -482,6 +482,22 @@ def test_two_attempts_at_once_are_both_counted():
     assert result.worker_ids[1] == "another"
 
 
+@pytest.mark.parametrize("meanwhile", ["", "another"])
+def test_a_beginning_that_was_rolled_back_is_counted(meanwhile):
+    """A worker that has begun a task before counts each attempt, also one whose first try was rolled back."""
+    enqueued = sample_tasks.noop.enqueue()
+    for _ in range(2):
+        ours, begun_at = results.read(enqueued.id, "default"), timezone.now()
+        with suppress(OperationalError), transaction.atomic():
+            results.begin(ours, "worker-1", begun_at, "default")
+            raise OperationalError
+        if meanwhile:
+            results.begin(results.read(enqueued.id, "default"), meanwhile, timezone.now(), "default")
+        results.begin(ours, "worker-1", begun_at, "default")
+    enqueued.refresh()
+    assert [each for each in enqueued.worker_ids if each != meanwhile] == ["worker-1", "worker-1"]
+
+
 def test_a_success_is_final():
     """A worker that was thought dead fails after another has succeeded: the result stays, and nothing runs again."""
     result = sample_tasks.overtaken.enqueue()
