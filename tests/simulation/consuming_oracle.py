@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outbox_core.consuming import ID_HEADER
-from outbox_queue import Message, Reject
+from outbox_queue import Message, QueueClosed, Reject
 from outbox_queue.consuming.delivery import State
 from tests.simulation.brokers import COMMITTED, PLAIN
 from tests.simulation.scheduling import Process
@@ -119,8 +119,12 @@ class Oracle:
         """Note that a handler got the message of a task: earlier attempts began, or were held up."""
         name = json.loads(message.payload)["id"]
         task = self.tasks.setdefault(name, _Task())
+        # A tracker also counts what no consumer takes in time: then it had written this copy before that attempt ended.
+        partition, offset = message._delivery.message.place
+        written_at = self._world.cluster.topics["messages"][partition].log[offset].time
         before = [each for each in task.calls if (each.message, each.attempt) == (message.id, message.attempt - 1)]
-        if before and not any(map(self._counts, before)):
+        has_ended = any(call.outcome and call.at + call.lasted <= written_at for call in before)
+        if has_ended and not any(map(self._counts, before)):
             told = ", ".join(sorted({call.outcome for call in before}))
             self._world.broken(f"attempt {message.attempt - 1} of task {name} was counted, and was {told}")
         call = Call(name, message.id, message.attempt, process, self._world.scheduler.now)
@@ -182,8 +186,9 @@ class Oracle:
         """Note how the handler has ended: what it says is true in the database."""
         world, row = self._world, self._row(call.task)
         call.lasted = world.scheduler.now - call.at
-        is_given_back = error is None and message._delivery.state is State.NACKED
-        call.outcome = "raised" if error is not None else "given back" if is_given_back else "done"
+        is_closed = isinstance(error, QueueClosed)  # so it comes again without being given back
+        is_given_back = is_closed or (error is None and message._delivery.state is State.NACKED)
+        call.outcome = "given back" if is_given_back else "raised" if error is not None else "done"
         kinds = self.tasks[call.task].kinds
         if is_given_back and call.lasted < world.longest_seconds:
             world.seen["task given back"] += 1
@@ -192,7 +197,7 @@ class Oracle:
                 world.broken(f"task {call.task} was given back, and nothing kept its result from being written")
         elif error is None and not is_given_back and row["status"] != "SUCCESSFUL":
             world.broken(f"task {call.task} is reported as done, and its result is {row['status']}")
-        elif error is not None and call.raised is None and not (isinstance(error, Reject) and kinds):
+        elif error is not None and call.raised is None and not is_closed and not (isinstance(error, Reject) and kinds):
             world.broken(f"task {call.task} has not failed, and its attempt has: {error!r}")
         is_last = message.max_attempts is not None and message.attempt >= message.max_attempts
         others = [other for other in self.tasks[call.task].calls if not other.outcome]
