@@ -79,9 +79,7 @@ def test_events_while_the_handler_hangs(world, monkeypatch):
 def test_events_while_the_handler_is_at_work(world):
     """A handler that has not hung for long is told at once, by the thread that noticed the event."""
     thread = world.hangs()
-    elector = threading.Thread(
-        target=world.harvester._on_leadership, args=[LeaderFenced(uuid4())], daemon=True
-    )
+    elector = threading.Thread(target=world.harvester._on_leadership, args=[LeaderFenced(uuid4())], daemon=True)
     elector.start()
     wait_until(lambda: LeaderFenced in world.told, "it is told")
     world.returns.set()

@@ -15,7 +15,19 @@ from outbox_core.errors import (
     StatementCancelled,
     StoreUnavailable,
 )
-from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, PURGE, REACH, READ, SCAN, STATEMENT, TELL, WHOLE_TABLE, WRITE
+from outbox_core.harvest.steps import (
+    BEGIN,
+    DELETE,
+    PUBLISH,
+    PURGE,
+    REACH,
+    READ,
+    SCAN,
+    STATEMENT,
+    TELL,
+    WHOLE_TABLE,
+    WRITE,
+)
 from outbox_core.harvest.work_watch import WorkWatch
 from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS, PATIENCE_SECONDS
 from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
