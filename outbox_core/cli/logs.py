@@ -87,7 +87,7 @@ class _PatientHandler(logging.Handler):
 
 
 def _told(dropped: int) -> logging.LogRecord:
-    text = f"{plural(dropped, 'line')} of the log were dropped: nobody read stderr, which was full"
+    text = f"the log lacks {plural(dropped, 'line')} here: nobody read stderr, which was full"
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
 
 
