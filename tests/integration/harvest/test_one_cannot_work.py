@@ -70,6 +70,7 @@ class Stage:
 
     def __init__(self, opened, database, cluster, topic, delivery):
         address = urlsplit(database)
+        self.opened = opened
         self.database_way = opened.enter_context(TcpProxy(address.hostname, address.port))
         self.cluster, self.topic, self.delivery = cluster, topic, delivery
         self.ways = opened.enter_context(cluster.proxied(1))
@@ -100,9 +101,10 @@ class Stage:
         for partition, where in enumerate((OTHER, THIRD, broker("data"))):
             self.cluster.move_leader(self.topic, partition, where)
 
-    def start(self, *, both_ill=False):
+    def start(self, *, both_ill=False, bootstrap=""):
         """Start the ill one, then its peer, then the writer, and wait until the ill one publishes."""
-        ill = {"base_kafka_config": {"bootstrap.servers": self.ways.bootstrap}, "data_source": self._through_proxy}
+        kafka = {"bootstrap.servers": bootstrap or self.ways.bootstrap}
+        ill = {"base_kafka_config": kafka, "data_source": self._through_proxy}
         self.ill = self._harvester("ill", ill, on_event=lambda _: self.handler_returns.wait())
         wait_until(lambda: self.ill.is_leader, "the ill one leads")
         self.peer = self._harvester("peer", ill if both_ill else {})
@@ -284,14 +286,21 @@ def test_whoever_can_work_works(stage, delivery, role, fault):
 @pytest.mark.complete
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_a_leader_topic_on_a_broker_that_is_cut_off(stage, delivery):
-    """The cluster has lost the broker, and clients reach it: it says that it leads, and somebody leads elsewhere."""
+    """The cluster has lost the broker, and clients reach it: it says that it leads, and somebody leads elsewhere.
+
+    All clients that are there began with that broker, and so ask no other; new ones begin with another.
+    """
     stage = stage(delivery, "leader topic")
-    stage.start()
+    (host, port), (_, later) = (stage.cluster.brokers[each].bootstrap.split(":") for each in (VICTIM, OTHER))
+    balancer = stage.opened.enter_context(TcpProxy(host, int(port)))
+    stage.start(both_ill=True, bootstrap=balancer.bootstrap)
+    balancer.forward_to(host, int(later))
     stage.cluster.isolate(VICTIM)
     began = time.monotonic()
     try:
         leader = stage.ill.leader_id
         wait_until(lambda: stage.ill.leader_id != leader, "the lease ends", timeout=60)
+        time.sleep(3.0)  # the last batch is published
         row_id = stage.newest()
         wait_until(lambda: stage.is_published_up_to(row_id), "rows flow while the broker is cut off", timeout=150)
         print(f"{delivery}: rows flow {time.monotonic() - began:.1f} s after the cut")  # noqa: T201
