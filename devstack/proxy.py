@@ -108,6 +108,10 @@ class TcpProxy:
         self._thread.join()
         self._loop.close()
 
+    def forward_to(self, host: str, port: int) -> None:
+        """Forward new connections elsewhere, as a load balancer does; those that are there stay."""
+        self._target = (host, port)
+
     def cut(self, *, drop: bool = False, only: Direction | None = None) -> None:
         """Become a black hole.
 

@@ -8,7 +8,9 @@ The four leadership events mean the same as in goharvest (seed 001):
   successor is only elected after it returns.
 - `LeaderFenced`: another process may lead already. The handler **must not block**; stop at once.
 
-Handlers run on the thread that noticed the event; their exceptions are logged and do not stop the harvester.
+Handlers run on the thread that noticed the event; their exceptions are logged and do not stop the harvester. While one
+hangs in `LeaderRefreshed` or `MeterRead`, which hold up publication, leadership is handed over without it: it hears of
+that when it returns.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ topic and read it; to work, an application needs more, such as a database. Who c
 can, and comes back
 
 - after it could not **lead**: once a look of its own was acknowledged by Kafka and read back, so that both directions
-  of the link work;
+  of the link work; the link may not be the trouble, but what its clients know, so some looks go by new ones;
 - after the application **stepped down**: by the rule of `outbox_core.kafka.duty`, once it is able again, or once no
   leader was heard for some time, as then somebody must try;
 
@@ -68,6 +68,13 @@ class Look:
         return self._offset is not None and 0 <= self._offset <= self._read
 
 
+class SendLook(Protocol):
+    """A call that sends a look."""
+
+    def __call__(self, look: Look, *, anew: bool) -> None:
+        """Send it, by new clients perhaps."""
+
+
 class UnableToLead:
     """The absence of an owner that could not lead: until a look comes back.
 
@@ -75,18 +82,19 @@ class UnableToLead:
         reason: for people.
         shortest: seconds of an absence at least.
         lease: seconds that a look may take to come back: a leader's heartbeat may take as long.
-        send: sends a look to the leader topic, and must not wait.
+        send: sends a look to the leader topic, `anew` by new clients, and must not wait for it.
     """
 
     condition = "a message of its own comes back from the leader topic"
 
-    def __init__(self, reason: str, shortest: float, lease: float, send: Callable[[Look], None]) -> None:
+    def __init__(self, reason: str, shortest: float, lease: float, send: SendLook) -> None:
         self.reason = reason
         self._due = self._earliest = 0.0
         self._shortest = shortest
         self._lease = lease
         self._send = send
         self._look = Look()
+        self._looks = 0
 
     def begins(self, now: float) -> None:
         """Note that the group was left."""
@@ -99,7 +107,9 @@ class UnableToLead:
         if now >= self._due:
             self._due = now + self._lease
             self._look = Look()
-            self._send(self._look)
+            self._looks += 1
+            # Ever fewer: clients that take long to connect need their time.
+            self._send(self._look, anew=self._looks.bit_count() == 1)
         return ""
 
     def read(self, offset: int) -> None:

@@ -20,6 +20,11 @@ While out it reads on: its `Predecessor` and its health know of leaders as a sta
   depose that one. Such a rival is a stranger to the group, or is about to learn from the coordinator that it has lost
   the partition. A rival that made a claim and writes no heartbeats is none.
 
+**Clients that know an old leader alone.** librdkafka asks who leads a partition of a broker that it is connected to.
+That may be one alone: a leader of the leader topic that the cluster has lost, which answers that it leads, for as long
+as the client lives. A new client begins with any broker. So who has heard no leader for long reads, writes and joins by
+new clients.
+
 **A topic made anew**, after it was deleted say, does not show who led on the old one and may still have a lease, cut
 off from all brokers. So whoever meets one takes a leader to have been alive just now. A member knows it by offsets that
 begin again: it may itself have been suspended while others led. A process that starts knows it by the group, which
@@ -49,7 +54,9 @@ from outbox_core.kafka.clients import (
     KafkaError,
     KafkaException,
     Message,
+    Producer,
     TopicPartition,
+    end_client,
     make_consumer,
     make_producer,
 )
@@ -99,8 +106,8 @@ class Member:
         self._joined_at = 0  # the offset of the message that this member wrote first
         self._is_anew = False  # the topic may be, while the group is not: no claim was read before that message yet
         self._position = OFFSET_END  # of the next message to read, as owner or beside it
-        self._observer = Observer(config, self._place, self._observe, self._on_error)
-        self._producer = make_producer(config.producer_settings())
+        self._observer = self._make_observer()
+        self._producer = self._make_producer()
         self._consumer = self._make_consumer()
 
     @property
@@ -152,6 +159,12 @@ class Member:
         """Note, before `join`, that this process was in the group already: what speaks against it now may pass."""
         self.has_joined = self._health.has_heard = True
 
+    def _make_observer(self) -> Observer:
+        return Observer(self._config, self._place, self._observe, self._on_error)
+
+    def _make_producer(self) -> Producer:
+        return make_producer(self._config.producer_settings())
+
     def _make_consumer(self) -> Consumer:
         return make_consumer(self._config.consumer_settings() | {"error_cb": self._connection.on_error})
 
@@ -191,14 +204,30 @@ class Member:
             # no member has its partition, and Kafka finds the group in order. Or the request to join was lost with its
             # connection: the client waits for its answer for `max.poll.interval.ms`, so another client has to ask.
             logger.info("%s: no leader is heard; joins %s anew", self._config.name, self._config.group_id)
-            try:
-                another = self._make_consumer()
-            except KafkaUnavailable:  # what it needs is away, with Kafka perhaps
-                self._consumer.unsubscribe()
-            else:
-                self._consumer.close()
-                self._consumer = another
-            self._subscribe()
+            self._renew_beside_group()
+            self._join_anew()
+
+    def _join_anew(self) -> None:
+        """Join the group by a new client."""
+        try:
+            another = self._make_consumer()
+        except KafkaUnavailable:  # what it needs is away, with Kafka perhaps
+            self._consumer.unsubscribe()
+        else:
+            self._consumer.close()
+            self._consumer = another
+        self._subscribe()
+
+    def _renew_beside_group(self) -> None:
+        """Read and write by new clients."""
+        try:
+            producer, observer = self._make_producer(), self._make_observer()
+        except KafkaUnavailable:
+            return
+        self._forget_unsent()
+        for close in (self._producer.close, self._observer.close):
+            end_client(close)
+        self._producer, self._observer = producer, observer
 
     def step_down(self, reason: str, is_able: Callable[[], bool]) -> None:
         """Hand leadership over, if held, and stay out of the group until `is_able`, or until nobody leads.
@@ -263,7 +292,7 @@ class Member:
                 *(self._config.name, self._config.group_id, now() - self._left_at, news),
             )
             self._end_absence()
-            self._subscribe()
+            self._join_anew()
 
     def _end_absence(self) -> None:
         if self._absence is not None:
@@ -323,8 +352,10 @@ class Member:
                 return
             time.sleep(_LONGEST_WAIT_SECONDS)
 
-    def _send_look(self, look: Look) -> None:
+    def _send_look(self, look: Look, *, anew: bool) -> None:
         """Write a look without waiting for it; one that is refused is an answer, too."""
+        if anew:
+            self._renew_beside_group()
 
         def note(error: KafkaError | None, message: Message) -> None:
             self._on_delivery(error, message)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 from uuid import UUID
@@ -35,7 +36,7 @@ from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
 from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
-from outbox_core.harvest.steps import BEGIN
+from outbox_core.harvest.steps import BEGIN, TELL
 from outbox_core.harvest.store_calls import StoreCall, StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.harvest.work_watch import WorkWatch
@@ -61,6 +62,7 @@ _UNHEALTHY_AFTER_SECONDS = 30.0
 _STALLED_AFTER_SECONDS = 5.0
 _LEAVE_SECONDS = 10.0
 _COUNTS_AFTER_FENCE_SECONDS = 30.0
+_DEAF_AFTER_SECONDS = 5.0
 
 
 class Harvester:
@@ -90,7 +92,7 @@ class Harvester:
         reached: Callable[[Failpoint], None] = lambda _: None,
     ) -> None:
         self.config = config
-        self._on_event = on_event
+        self._on_event = on_event or (lambda _: None)
         self._metrics = metrics
         self._drain = drain
         self._parts = Parts(config, store_factory, elector_factory, producer_factory)
@@ -104,6 +106,8 @@ class Harvester:
         self._term_changed = threading.Condition()
         self._term: AtLeastOnce | ExactlyOnce | None = None
         self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
+        self._untold: deque[Event] = deque()
+        self._telling_since: float | None = None  # on the harvest thread
         self._fenced_at = float("-inf")
         self._leads_as: UUID | None = None  # the leadership, as event handlers see it: from Acquired, until Revoked
         self._failure: BaseException | None = None
@@ -305,7 +309,7 @@ class Harvester:
             watermark=LowWatermark(self.metrics, now),
             metrics=self.metrics,
             meter=Meter(config.limits.min_metrics_interval.total_seconds(), now),
-            emit=self._emit,
+            emit=self._tell,
             wake=self._wake,
             commits=self._commits,
             database=Outage("database", _log),
@@ -335,7 +339,8 @@ class Harvester:
             self.metrics.activity.tries_to(BEGIN)
         if self._observer is not None:
             self._observer.note(event)
-        self._emit(event)
+        self._untold.append(event)
+        self._tell_untold()
         self._announced = event.leader_id if isinstance(event, LeaderAcquired) else None
         if self._commit_listener is not None:
             self._commit_listener.set_leading(self._announced is not None)
@@ -351,15 +356,37 @@ class Harvester:
             if not self._term_changed.wait_for(lambda: self._term is None, limit):
                 _log.warning("records were still in flight %.0f s after leadership was asked back", limit)
 
-    def _emit(self, event: Event) -> None:
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(event)
-        except Exception as error:
-            log_once(_log, f"the event handler failed on {type(event).__name__}", error)
+    def _tell_untold(self) -> None:
+        """Hand on what was not told yet, unless the handler hangs on the harvest thread: that does it once it can.
+
+        A handler that hangs would hang here, too, and the elector could not hand over to another process.
+        """
+        while self._untold:
+            since = self._telling_since
+            if since is not None and now() - since >= _DEAF_AFTER_SECONDS:
+                return
+            with suppress(IndexError):  # both threads may be here
+                self._call_handler(self._untold.popleft())
+
+    def _call_handler(self, event: Event) -> None:
+        activity = self.metrics.activity
+        with activity.step("the event handler"):
+            try:
+                self._on_event(event)
+            except Exception as error:
+                log_once(_log, f"the event handler failed on {type(event).__name__}", error)
+        activity.duty.succeeded(TELL)
 
     # -- the harvest thread
+
+    def _tell(self, event: Event) -> None:
+        self.metrics.activity.tries_to(TELL)
+        self._telling_since = now()
+        try:
+            self._call_handler(event)
+        finally:
+            self._telling_since = None
+        self._tell_untold()
 
     def _run(self, ctx: HarvestContext, watch: WorkWatch, parts: ExitStack) -> None:
         try:

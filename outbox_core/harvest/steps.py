@@ -24,6 +24,9 @@ MAKE: Final = "make a producer"
 
 KEEP_TIME: Final = "send in the time of its lease"
 
+TELL: Final = "hand an event to the application"
+"""On the harvest thread, which waits for the handler."""
+
 OF_DATABASE: Final = frozenset({READ, ASK, DELETE})
 OF_KAFKA: Final = frozenset({BEGIN, PUBLISH, WRITE, REACH, MAKE, KEEP_TIME})
 

@@ -29,7 +29,7 @@ from outbox_core.kafka.clients import (
     TopicCollection,
     make_admin,
 )
-from outbox_core.kafka.errors import NO_ANSWER, grant
+from outbox_core.kafka.errors import NO_ANSWER, NO_SUCH_PARTITION, grant
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def ensure_leader_topic(config: KafkaConfig, topic: str) -> int:
 def _refuse_compaction(inquiry: Inquiry, topic: str) -> None:
     # Without the right to read the settings, writing shows it.
     with suppress(KafkaException, KafkaUnavailable):
-        policy = inquiry.settings_of(topic)["cleanup.policy"]
+        policy = _settings_once_there(inquiry, topic)[0]["cleanup.policy"]
         if "compact" in policy:
             raise LeaderTopicError(
                 f"leader topic {topic!r} has cleanup.policy={policy}, so it refuses the leader's messages, which have "
@@ -111,7 +111,7 @@ def ensure_tracking_topic(
         if partitions < width:
             _widen(inquiry, _TRACKING_TOPIC, topic, width)
         try:
-            settings, has_own = inquiry.settings_and_given(topic)
+            settings, has_own = _settings_once_there(inquiry, topic)
         except KafkaException as error:
             needed = grant("DESCRIBE_CONFIGS", config)
             why = f"cannot read the settings of tracking topic {topic!r}: {_reason(inquiry, error)}; {needed}"
@@ -192,12 +192,12 @@ def forbidden_topics(config: KafkaConfig, topics: set[str]) -> set[str]:
 
 
 def topic_settings(config: KafkaConfig, topic: str) -> dict[str, str] | None:
-    """Return a topic's settings; None if we may not read them, or the broker shows none."""
+    """Return the settings of a topic that exists; None if we may not read them, or the broker shows none."""
     with Inquiry(config) as inquiry:
         if not inquiry.can_create():
             return None
         try:
-            return inquiry.settings_of(topic)
+            return _settings_once_there(inquiry, topic)[0]
         except (KafkaException, KafkaUnavailable):
             return None
 
@@ -283,6 +283,24 @@ def _partitions_once_there(inquiry: Inquiry, kind: TopicKind, topic: str) -> int
             raise kind.error(f"{kind.name} {topic!r} cannot be used: {reason}; {needed}")
         if inquiry.is_late:
             raise KafkaUnavailable(f"{kind.name} {topic!r} was made, and cannot be used yet: {reason}")
+        time.sleep(APPEAR_INTERVAL_SECONDS)
+
+
+def _settings_once_there(inquiry: Inquiry, topic: str) -> tuple[dict[str, str], bool]:
+    """Return the settings of a topic that exists, as `Inquiry.settings_and_given` does, and raise as that.
+
+    The question goes to any broker, and one may not have heard of a topic that was made just now.
+    """
+    while True:
+        try:
+            return inquiry.settings_and_given(topic)
+        except KafkaException as error:
+            if error.args[0].code() not in NO_SUCH_PARTITION:
+                raise
+            if inquiry.is_late:
+                why = f"the settings of topic {topic!r} cannot be read yet: {error.args[0].str()}"
+                raise KafkaUnavailable(why) from None
+            error.__traceback__ = None  # kept by the future it came from, it keeps this frame and all its callers alive
         time.sleep(APPEAR_INTERVAL_SECONDS)
 
 

@@ -614,6 +614,11 @@ class Producer(Client):
             while in_queue and lane.waiting:
                 self._report(lane.waiting.popleft(), KafkaError(KafkaError._PURGE_QUEUE), None)
 
+    def close(self) -> None:
+        """Drop what is there, and send no more."""
+        self.purge()
+        self.is_closed = True
+
     def _purge_queued(self) -> None:
         """Drop what is not on its way; its sequence numbers go to later records."""
         self.purge(in_flight=False)

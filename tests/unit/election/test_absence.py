@@ -25,7 +25,7 @@ class _Answer:
 def unable():
     """Return the absence of an owner that could not lead, with the looks that it sends."""
     sent = []
-    absence = UnableToLead("it could not lead", SESSION, LEASE, sent.append)
+    absence = UnableToLead("it could not lead", SESSION, LEASE, lambda look, **_: sent.append(look))
     absence.begins(LEFT_AT)
     return absence, sent
 
@@ -83,6 +83,16 @@ def test_who_cannot_write_stays_out_for_ever():
     assert len(sent) == 20
     sent[0].acknowledged(3)  # late: it says nothing of now
     assert absence.news(LEFT_AT + 101, LEFT_AT) == ""
+
+
+def test_looks_by_other_clients():
+    """The first look goes by new clients, which may know another leader, and then ever fewer: slow ones get time."""
+    made = []
+    absence = UnableToLead("it could not lead", SESSION, LEASE, lambda _, *, anew: made.append(anew))
+    absence.begins(LEFT_AT)
+    for second in range(100):
+        assert absence.news(LEFT_AT + second, LEFT_AT) == ""
+    assert [number for number, anew in enumerate(made, 1) if anew] == [1, 2, 4, 8, 16]
 
 
 def stepped_down():

@@ -48,6 +48,9 @@ class _Writer:
     def poll(self, _seconds):
         return 0
 
+    def close(self):
+        self.is_closed = True
+
 
 @pytest.fixture
 def member():
@@ -55,6 +58,8 @@ def member():
     events = []
     made = Member(NeliConfig(kafka=NOWHERE, group_id="billing"), 1, events.append, lambda _: None)
     made._producer = _Writer()
+    made._make_producer = lambda: made._producer
+    made._make_observer = lambda: made._observer
     made._joined_at = made._position = 1000
     made.events = events
     yield made
@@ -187,7 +192,21 @@ class _Consumer:
     def unsubscribe(self):
         self.calls.append("leave")
 
-    close = unsubscribe
+    def close(self):
+        self.calls.append("close")
+
+
+class _Observer:
+    """A reader beside the group that brings nothing."""
+
+    def poll(self, _first):
+        pass
+
+    def pause(self):
+        pass
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
@@ -231,7 +250,56 @@ def test_an_owner_that_cannot_lead_leaves(member, clock):
     assert "for 100 s" in member.trouble
     own_look(member)
     clock(1)
-    assert member._consumer.calls == ["leave", "join"]
+    assert member._consumer.calls == ["leave", "close", "join"]
+    assert not member.is_out
+
+
+def test_clients_that_know_an_old_leader_alone(member, clock):
+    """A broker that is cut off from the cluster may be the only one that a client asks who leads: others are made."""
+    made = []
+
+    def makes(name, fake):
+        def make():
+            made.append(name)
+            return fake()
+
+        setattr(member, f"_make_{name}", make)
+
+    makes("producer", _Writer)
+    makes("observer", _Observer)
+    makes("consumer", _Consumer)
+    before = member._producer, member._observer, member._consumer
+    clock(18)  # without a leader
+    assert made == ["producer", "observer", "consumer"]
+    assert before[0].is_closed
+    made.clear()
+    member._on_assign(_Group(), [PLACE])
+    clock(13)
+    assert member.is_out
+    assert made == []
+    clock(2)
+    assert made == ["producer", "observer"]
+    looks = [message for message in member._producer.written if b'"look"' in message.value()]
+    assert len(looks) == 1
+    clock(5)
+    own_look(member)
+    clock(1)
+    assert not member.is_out
+    assert made == ["producer", "observer", "producer", "observer", "consumer"]
+
+
+def test_other_clients_that_cannot_be_made(member, clock):
+    """While a token is away, looks go by the clients that are there."""
+
+    def away():
+        raise KafkaUnavailable("no token")
+
+    member._make_observer = away
+    member._on_assign(_Group(), [PLACE])
+    clock(15)
+    assert member.is_out
+    own_look(member)
+    clock(6)
     assert not member.is_out
 
 
@@ -310,7 +378,7 @@ def test_stepping_down_is_a_hand_over(member, clock):
     clock(8)
     assert member._consumer.calls == ["leave"]
     clock(8)  # nobody leads
-    assert member._consumer.calls == ["leave", "join"]
+    assert member._consumer.calls == ["leave", "close", "join"]
     assert member.trouble is None or "left" not in member.trouble
 
 
@@ -376,7 +444,7 @@ def test_stepping_down_again_and_again(member, clock, caplog):
         member.step_down(f"no database for {second} s", lambda: False)
         assert f"no database for {second} s" in member.trouble
     assert not member.is_out
-    assert member._consumer.calls == ["leave", "join"]
+    assert member._consumer.calls == ["leave", "close", "join"]
     assert len([line for line in caplog.messages if "no database" in line]) == 1
 
 
@@ -398,9 +466,9 @@ def test_who_comes_back_does_not_join_anew_at_once(member, clock):
     while member.is_out:
         clock(1)
     clock(17)
-    assert member._consumer.calls == ["leave", "join"]
+    assert member._consumer.calls == ["leave", "close", "join"]
     clock(2)
-    assert member._consumer.calls == ["leave", "join", "leave", "join"]
+    assert member._consumer.calls == ["leave", "close", "join", "close", "join"]
 
 
 def test_a_client_that_gave_up(member):

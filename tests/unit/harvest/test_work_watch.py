@@ -15,7 +15,19 @@ from outbox_core.errors import (
     StatementCancelled,
     StoreUnavailable,
 )
-from outbox_core.harvest.steps import BEGIN, DELETE, PUBLISH, PURGE, REACH, READ, SCAN, STATEMENT, WHOLE_TABLE, WRITE
+from outbox_core.harvest.steps import (
+    BEGIN,
+    DELETE,
+    PUBLISH,
+    PURGE,
+    REACH,
+    READ,
+    SCAN,
+    STATEMENT,
+    TELL,
+    WHOLE_TABLE,
+    WRITE,
+)
 from outbox_core.harvest.work_watch import WorkWatch
 from outbox_core.kafka.duty import NEW_PATIENCE_SECONDS, PATIENCE_SECONDS
 from outbox_core.kafka.transactions import ACKNOWLEDGEMENTS
@@ -529,3 +541,16 @@ def test_a_watch_goes_on_after_an_error(world, caplog, monkeypatch):
     assert len(looks) == 3
     assert REACH not in caplog.text
     assert caplog.text.count("the watch over the work failed") == 3
+
+
+def test_an_event_handler_that_hangs(world):
+    """A handler that does not return is named; this process is not able again before it does."""
+    world.activity.duty.succeeded(TELL)
+    world.activity.tries_to(TELL)
+    with world.activity.step("the event handler"):
+        world.pass_(PATIENCE_SECONDS + 1)
+        [(reason, is_able)] = world.steps_down
+        assert "it could not hand an event to the application for 20 s" in reason
+        assert "it waits for the event handler for 20 s" in reason
+        assert not is_able()
+    assert is_able()
