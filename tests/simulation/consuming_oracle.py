@@ -124,7 +124,8 @@ class Oracle:
         written_at = self._world.cluster.topics["messages"][partition].log[offset].time
         before = [each for each in task.calls if (each.message, each.attempt) == (message.id, message.attempt - 1)]
         has_ended = any(call.outcome and call.at + call.lasted <= written_at for call in before)
-        if has_ended and not any(map(self._counts, before)):
+        is_first = (message.id, message.attempt) not in {(each.message, each.attempt) for each in task.calls}
+        if is_first and has_ended and not any(map(self._counts, before)):
             told = ", ".join(sorted({call.outcome for call in before}))
             self._world.broken(f"attempt {message.attempt - 1} of task {name} was counted, and was {told}")
         call = Call(name, message.id, message.attempt, process, self._world.scheduler.now)
