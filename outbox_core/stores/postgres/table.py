@@ -463,7 +463,7 @@ class OutboxTable:
         escaped = [(name.replace("%", "%%").replace("'", "''"), rule.replace("%", "%%")) for name, rule in rules]
         return Rules(
             broken=", ".join(f"CASE WHEN NOT ({rule}) THEN '{name}' END" for name, rule in escaped) or "NULL",
-            fulfilled="((" + ") AND (".join([rule for _, rule in escaped] or ["true"]) + ") IS NOT FALSE)",
+            fulfilled="(((" + ") AND (".join([rule for _, rule in escaped] or ["true"]) + ")) IS NOT FALSE)",
         )
 
     def refuse_what_remains(self, question: str, parameters: dict[str, Any]) -> None:
