@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Self, cast
+from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from outbox_core.console.access import User
@@ -27,10 +27,11 @@ _log = logging.getLogger(__name__)
 
 _MOST_REQUESTS = 32
 _CLIENT_SECONDS = 15.0
-_REQUEST_SECONDS = 30.0
-_HEAD_SECONDS = 5.0
+_REQUEST_SECONDS = 30.0  # for a body, from its head on
+_HEAD_SECONDS = 5.0  # for a head, with the body if it is that of a login
 _PLACE_SECONDS = 0.5
 _TICK_SECONDS = 0.2
+_CONNECTION = "kafka_outbox.connection"  # in the environ
 _TEXT = (("Content-Type", "text/plain; charset=utf-8"), ("Server", "kafka-outbox"))
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\[\]@/:]+)(?::[0-9]+)?")
 _OWN_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -43,12 +44,9 @@ class _Handler(WSGIRequestHandler):
         """Log without the query, in which keys may stand."""
         _log.debug("%s %s", self.address_string(), printable(format % args).partition("?")[0])
 
-    def parse_request(self) -> bool:
-        """Read the head; who has sent it is no idle client."""
-        is_whole = super().parse_request()
-        if is_whole:
-            cast("_Server", self.server).head_has_come(self.connection)
-        return is_whole
+    def get_environ(self) -> dict[str, Any]:
+        """Return the environ of a request, with its connection."""
+        return {**super().get_environ(), _CONNECTION: self.connection}
 
     def handle(self) -> None:
         """Answer one request; a client that is too slow, or gone, is no error."""
@@ -64,8 +62,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int) -> None:
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
-        self._begun: dict[Any, float] = {}  # by connection
-        self._idle: dict[Any, float] = {}  # those whose head has not come, the oldest first
+        # By connection: when to end those whose request has not come whole, the oldest first.
+        self._unfinished: dict[Any, float] = {}
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -81,7 +79,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         if not self._slots.acquire(blocking=False) and not self._take_place():
             self.shutdown_request(request)
             return
-        self._begun[request] = self._idle[request] = time.monotonic()
+        self._unfinished[request] = time.monotonic() + _HEAD_SECONDS
         try:
             super().process_request(request, client_address)
         except Exception:  # no thread can be had
@@ -89,24 +87,28 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             raise
 
     def _take_place(self) -> bool:
-        """Take the place of the oldest client that has not sent the head of its request; return False if none has."""
-        oldest = next(iter(self._idle.copy()), None)
+        """Take the place of the oldest client that has not sent its whole request; return False if none has one."""
+        oldest = next(iter(self._unfinished.copy()), None)
         if oldest is None:
             return False
+        self._unfinished.pop(oldest, None)  # or it would be ended again in the place of the next one
         _end_reading(oldest)
         return self._slots.acquire(timeout=_PLACE_SECONDS)
 
-    def head_has_come(self, request: Any) -> None:
-        """Note that the head of a request was read: it keeps its place."""
-        self._idle.pop(request, None)
+    def long_body_comes(self, request: Any) -> None:
+        """Note that the head of a request was read, and that its body may take longer."""
+        self._unfinished[request] = time.monotonic() + _REQUEST_SECONDS  # it stays as old as it is
+
+    def has_come(self, request: Any) -> None:
+        """Note that a request was read: it keeps its place."""
+        self._unfinished.pop(request, None)
 
     def service_actions(self) -> None:
         """End requests that do not come to their end: a byte now and then must not keep others out."""
-        time_ = time.monotonic()
-        for requests, seconds in ((self._begun, _REQUEST_SECONDS), (self._idle, _HEAD_SECONDS)):
-            for request, begun in requests.copy().items():
-                if time_ - begun > seconds:
-                    _end_reading(request)
+        now = time.monotonic()
+        for request, end in self._unfinished.copy().items():
+            if now > end:
+                _end_reading(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and let another one in."""
@@ -116,8 +118,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._end(request)
 
     def _end(self, request: Any) -> None:
-        self._begun.pop(request, None)
-        self._idle.pop(request, None)
+        self._unfinished.pop(request, None)
         self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -202,8 +203,13 @@ class ConsoleServer:
             return [b"send the body with Content-Length"]
         # Whoever logs in, or tries to, has no more to say than a token.
         is_login = environ.get("PATH_INFO", "").strip("/") == "api/login"
+        connection = environ[_CONNECTION]
+        if not is_login:
+            self._server.long_body_comes(connection)
         most_bytes = LONGEST_LOGIN_BYTES if is_login else LONGEST_BODY_BYTES
-        answer = self._console.handle(request_of(environ, self._user, most_bytes=most_bytes))
+        request = request_of(environ, self._user, most_bytes=most_bytes)
+        self._server.has_come(connection)
+        answer = self._console.handle(request)
         # Without this header the server would tell the version of Python.
         return send(answer, lambda status, headers: start_response(status, [*headers, _TEXT[1]]))
 

@@ -186,23 +186,35 @@ def listening(console):
             thread.join()
 
 
-def test_idle_clients_keep_nobody_out(console):
+@pytest.mark.parametrize(
+    "half",
+    [
+        b"GET /api/session HTT",
+        b"POST /api/login HTTP/1.0\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n",
+        b"POST /api/outboxes/shop/actions/skip HTTP/1.0\r\nHost: localhost\r\nContent-Length: 5000000\r\n\r\n{",
+    ],
+    ids=["head", "login", "body"],
+)
+def test_idle_clients_keep_nobody_out(console, half):
     """However many connect and send half a request, who sends a whole one is answered."""
     with listening(console) as port, ExitStack() as idle:
         for turn in range(5):
             for _ in range(40):
                 client = idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
-                client.sendall(b"GET /api/session HTT")
+                client.sendall(half)
             with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
                 client.sendall(b"GET /api/session HTTP/1.0\r\nHost: localhost\r\n\r\n")
                 assert client.recv(100).startswith(b"HTTP/1.0 200"), turn
 
 
-def test_a_byte_now_and_then_is_no_request(console, monkeypatch):
+@pytest.mark.parametrize(("path", "limit"), [("login", "_HEAD_SECONDS"), ("logout", "_REQUEST_SECONDS")])
+def test_a_byte_now_and_then_is_no_request(console, monkeypatch, path, limit):
     """A client that never comes to the end of its request is cut off, however busy it looks."""
-    monkeypatch.setattr(outbox_core.console.server, "_REQUEST_SECONDS", 0.5)
+    for name in ("_HEAD_SECONDS", "_REQUEST_SECONDS"):
+        monkeypatch.setattr(outbox_core.console.server, name, 0.5 if name == limit else 3600)
     with listening(console) as port, socket.create_connection(("127.0.0.1", port), timeout=0.1) as client:
-        client.sendall(b"POST /api/login HTTP/1.0\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
+        client.sendall(b"POST /api/%s HTTP/1.0\r\nHost: localhost\r\n" % path.encode())
+        client.sendall(b"Content-Length: 1000000\r\n\r\n")
         give_up_at = time.monotonic() + 60
         answer = b""
         while time.monotonic() < give_up_at and not answer:

@@ -46,7 +46,7 @@ def test_a_request_without_a_thread_keeps_no_place(monkeypatch):
         for _ in range(100):
             with pytest.raises(RuntimeError):
                 server._server.process_request(object(), ("127.0.0.1", 1))
-        assert not server._server._begun
+        assert not server._server._unfinished
 
 
 @pytest.mark.parametrize(
