@@ -23,6 +23,7 @@ from outbox_core.console.values import (
     MOST_LISTED_HEADERS,
     ShownHeader,
     headers_as_json,
+    shown_headers,
     value_as_json,
     within_budget,
 )
@@ -45,8 +46,9 @@ _WAIT_SECONDS = 3.0
 _FIRST_RANGE = 10  # offsets of a partition; each range is twice as long as the one before
 _LONGEST_TOLD = 4_000  # characters of what the harvester tells in a header
 _LONGEST_KEY = 4_000  # bytes, in lists
-# What the client fetches ahead, in bytes, but for one batch of the topic, which it takes whole.
-_FETCHED_BYTES = 4 * 2**20
+# Compressed bytes, of which some thousands may become gigabytes: but for one batch, which the client takes whole.
+_FETCHED_BYTES = 4 * 1024
+_FETCHED_AHEAD_KB = 4 * 1024  # not compressed: the client fetches no more when it has so many, or one batch
 _PARTITION = re.compile("[0-9]{1,9}")
 OWN_HEADERS = frozenset({ID_HEADER, ORIGIN_HEADER, ORIGIN_PARTITION_HEADER, ERROR_HEADER})
 """Headers that the harvester adds to a dead letter, by which the record did not come."""
@@ -116,18 +118,13 @@ def newest(outbox: ConsoleOutbox, topic: str | None, limit: int, value_bytes: in
     """Return the newest dead letters, of one original topic if it is given. Raises KafkaUnavailable."""
     name, identity = outbox.dead_letter_topic, outbox.identity
     limits = Limits(value_bytes, _LONGEST_KEY, MOST_LISTED_HEADERS)
-    if not outbox.letter_readers.acquire(timeout=_WAIT_SECONDS):
-        raise KafkaUnavailable("dead letters are being read for others; ask again in a moment")
-    try:
-        with _reading(outbox) as consumer:
-            found, left_out = _newest(outbox, consumer, topic, limit, limits)
-    finally:
-        outbox.letter_readers.release()
+    with _reading(outbox) as consumer:
+        found, left_out = _newest(outbox, consumer, topic, limit, limits)
     found.sort(key=lambda letter: (letter.at or datetime.min.replace(tzinfo=UTC), letter.place), reverse=True)
     known = restashed_letters(outbox, name)
     shown = within_budget(letter.as_json(identity, known.get(letter.place)) for letter in found[:limit])
     if len(shown) < min(limit, len(found)):
-        left_out = "the others are too large for one answer"
+        left_out = "; ".join([*filter(None, [left_out]), "the others are too large for one answer"])
     return {
         "dead_letter_topic": name,
         "is_cut": bool(left_out) or len(found) > limit,
@@ -182,14 +179,19 @@ def restashed_letters(outbox: ConsoleOutbox, name: str) -> dict[LetterPlace, Res
 
 @contextmanager
 def _reading(outbox: ConsoleOutbox) -> Iterator[Consumer]:
-    """Yield a consumer of committed records; its errors become KafkaUnavailable."""
-    consumer = make_consumer(_settings(outbox))
+    """Yield a consumer of committed records, one of few at a time; its errors become KafkaUnavailable."""
+    if not outbox.letter_readers.acquire(timeout=_WAIT_SECONDS):
+        raise KafkaUnavailable("dead letters are being read for others; ask again in a moment")
     try:
-        yield consumer
-    except KafkaException as error:
-        raise KafkaUnavailable(f"{outbox.dead_letter_topic} cannot be read: {error.args[0].str()}") from None
+        consumer = make_consumer(_settings(outbox))
+        try:
+            yield consumer
+        except KafkaException as error:
+            raise KafkaUnavailable(f"{outbox.dead_letter_topic} cannot be read: {error.args[0].str()}") from None
+        finally:
+            consumer.close()
     finally:
-        consumer.close()
+        outbox.letter_readers.release()
 
 
 def _settings(outbox: ConsoleOutbox) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def _settings(outbox: ConsoleOutbox) -> dict[str, Any]:
     # Small: two readers at once must not fill the memory.
     return settings | {
         "fetch.message.max.bytes": _FETCHED_BYTES,
-        "queued.max.messages.kbytes": _FETCHED_BYTES // 1024,
+        "queued.max.messages.kbytes": _FETCHED_AHEAD_KB,
     }
 
 
@@ -293,16 +295,18 @@ def _letter(message: Message, limits: Limits) -> Letter:
     kind, milliseconds = message.timestamp()
     key, value = (None if part is None else _as_bytes(part) for part in (message.key(), message.value()))
     most = limits.value_bytes
-    sizes = [len(value or b""), *(max(len(name), len(content or b"")) for name, content in own)]
+    shown = shown_headers(own[: limits.headers], most)
     return Letter(
         LetterPlace(message.partition() or 0, message.offset() or 0),
         _time(milliseconds) if kind else None,
         None if key is None else key[: limits.key_bytes].decode(errors="replace"),
         None if value is None else value[:most],
         len(value or b""),
-        tuple(ShownHeader.of(name, part, most) for name, part in own[: limits.headers]),
+        shown,
         len(own),
-        max(sizes) <= most and len(key or b"") <= limits.key_bytes and len(own) <= limits.headers,
+        len(value or b"") <= most
+        and len(key or b"") <= limits.key_bytes
+        and [(header.name, header.value) for header in shown] == own,
         told,
     )
 

@@ -15,6 +15,7 @@ MOST_HEADERS: Final = 1_000
 MOST_LISTED_HEADERS: Final = 20
 """The same in lists."""
 _ANSWER_BYTES: Final = 4 * 2**20
+_HEADERS_BYTES: Final = 2 * 2**20  # of one record or letter
 
 
 class ShownHeader(NamedTuple):
@@ -28,6 +29,18 @@ class ShownHeader(NamedTuple):
     def of(cls, name: str, value: bytes | None, most: int) -> Self:
         """Return a header with at most so much of its name and value."""
         return cls(name[:most], None if value is None else value[:most], len(value or b""))
+
+
+def shown_headers(headers: Iterable[tuple[str, bytes | None]], most: int) -> tuple[ShownHeader, ...]:
+    """Return the first headers, with at most so much of the name and value of each, as many as one answer may have."""
+    found: list[ShownHeader] = []
+    left = _HEADERS_BYTES
+    for name, value in headers:
+        if left <= 0:
+            break
+        found.append(ShownHeader.of(name, value, min(most, left)))
+        left -= len(found[-1].name) + len(found[-1].value or b"")
+    return tuple(found)
 
 
 def within_budget(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,7 +82,7 @@ def record_as_json(record: PendingRecord, header_bytes: int) -> dict[str, Any]:
         "is_marked": record.is_marked,
         "size_bytes": record.size_bytes,
         "value": value_as_json(record.value, record.size_bytes),
-        "headers": headers_as_json(ShownHeader.of(name, value, header_bytes) for name, value in record.headers),
+        "headers": headers_as_json(shown_headers(record.headers, header_bytes)),
         "header_count": record.header_count,
         "hold": hold,
     }

@@ -1,11 +1,13 @@
 """Dead letters in the console: the newest of the topic, and one that is stashed anew after an edit."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Consumer, Producer, TopicPartition
 
-from outbox_core.console import Console, User, dead_letters, values
+from outbox_core.console import Console, User, dead_letters, outboxes, values
 from outbox_core.console.access import EVERYTHING
 from tests.integration.console.console_fixtures import Browser, asking, scene
 
@@ -75,6 +77,52 @@ def test_letters_of_many_headers(scene, kafka_bootstrap, make_topic):
     whole = browser.data("dead-letters/0/4")
     assert (len(whole["headers"]), whole["header_count"], whole["is_whole"]) == (1000, 30_001, False)
     assert len(whole["key"]) == 50_000
+
+
+def test_one_letter_has_a_size(scene, kafka_bootstrap, make_topic):
+    """Of a letter that is shown alone, too, only as many headers are shown as one answer may have, and it says so."""
+    topic = make_topic(1)
+    producer = Producer(
+        {"bootstrap.servers": kafka_bootstrap, "compression.type": "gzip", "message.max.bytes": 50_000_000}
+    )
+    producer.produce(topic, b"v", headers=[(f"h{number}", b"a" * 500_000) for number in range(20)])
+    assert producer.flush(60) == 0
+    document = _console(scene, kafka_bootstrap, topic).data("dead-letters/0/0")
+    assert len(json.dumps(document)) < 2_200_000
+    assert [value["is_cut"] for _, value in document["headers"]] == [False] * 4 + [True]
+    assert (document["header_count"], document["is_whole"]) == (20, False)
+
+
+def test_letters_that_were_compressed(kafka_bootstrap, make_topic):
+    """The client takes them one by one: letters of some kilobytes may have become gigabytes."""
+    topic = make_topic(1)
+    settings = {"compression.type": "gzip", "batch.num.messages": 1, "message.max.bytes": 10_000_000}
+    producer = Producer({"bootstrap.servers": kafka_bootstrap, **settings})
+    for _ in range(30):
+        producer.produce(topic, b"a" * 5 * 2**20, partition=0)
+    assert producer.flush(60) == 0
+    told = []
+    config = SimpleNamespace(base_kafka_config={"bootstrap.servers": kafka_bootstrap}, name="shop")
+    settings = dead_letters._settings(SimpleNamespace(config=config))
+    consumer = Consumer({**settings, "statistics.interval.ms": 20, "stats_cb": told.append})
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    read = 0
+    give_up_at = time.monotonic() + 60
+    while read < 30 and time.monotonic() < give_up_at:
+        read += len(consumer.consume(1, 0.1))
+        time.sleep(0.05)  # for the client to fetch
+    consumer.close()
+    partitions = [json.loads(text)["topics"].get(topic, {}).get("partitions", {}).get("0", {}) for text in told]
+    assert read == 30
+    assert 5 * 2**20 <= max(partition.get("fetchq_size", 0) for partition in partitions) <= 20 * 2**20
+
+
+def test_who_reads_one_letter_waits_for_a_place(scene, kafka_bootstrap, make_topic, monkeypatch):
+    """Letters are read for few at a time, one alone as lists."""
+    monkeypatch.setattr(dead_letters, "_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(outboxes, "_LETTER_READERS", 0)
+    _, document = _console(scene, kafka_bootstrap, make_topic(1)).get("dead-letters/0/0")
+    assert "being read for others" in document["unavailable"]["reason"]
 
 
 def test_an_answer_has_a_size(scene, kafka_bootstrap, make_topic, monkeypatch):
