@@ -38,10 +38,9 @@ _SECRET = secrets.token_hex(8)
 SINGLE = f"single_{_SECRET}"
 """The array in the result of `parsed`; its first element has the value's fields."""
 _SEAL = f"seal_{_SECRET}"  # of the second element
-_EARLIEST_YEAR, _LATEST_YEAR = 1, 9999
 _LONGEST_DECIMAL = 1_000  # bytes of its text: as many as Spark takes of a number that is not quoted
-# A number that a double may not hold. Each run of digits is looked at once.
-_LONG_NUMBER = r"(?<![0-9.])(?:[0-9.]{17,}+[eE]|[0-9.]{39})"
+# A number that a double may not hold: it holds 15 digits. A run of digits is looked at from its beginning only.
+_LONG_NUMBER = r"(?<![0-9.])(?:(?:[0-9]{16,}+|[0-9.]{17,}+)[eE]|[0-9.]{39})"
 
 
 def parse_schema(ddl: str) -> StructType:
@@ -65,8 +64,7 @@ def parsed(text: Column, schema: StructType) -> Column:
 
     Its decimals are of type VARIANT, which `fields` makes decimals of.
     """
-    loose = [StructField(field.name, _loose(field.dataType), field.nullable) for field in schema.fields]
-    sealed = StructType([*loose, StructField(_SEAL, BooleanType())])
+    sealed = StructType([*_loose(schema).fields, StructField(_SEAL, BooleanType())])
     wrapper = StructType([StructField(SINGLE, ArrayType(sealed)), StructField(_CORRUPT, StringType())])
     options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
     wrapped = F.concat(F.lit(f'{{"{SINGLE}":['), text, F.lit(f',{{"{_SEAL}":true}}]}}'))
@@ -84,11 +82,11 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
     element, seal = (f"get({wrapped}.{SINGLE}, {place})" for place in (0, 1))
     misfits = [
         f"CASE WHEN get_json_object({text}, {_path(field.name)}) IS NOT NULL AND {element}.{_name(field.name)} IS NULL "
-        f"THEN '{_text(field.name)} is no {_text(field.dataType.simpleString().upper())}' END"
+        f"THEN '{sql_text(field.name)} is no {sql_text(field.dataType.simpleString().upper())}' END"
         for field in schema.fields
     ]
     decimals = [
-        f"CASE WHEN {condition} THEN '{_text(path)} is no {kind}' END"
+        f"CASE WHEN {condition} THEN '{sql_text(path)} is no {kind}' END"
         for path, kind, condition in _no_decimals(schema, element, text, "", 0)
     ]
     # CASE is lazy: both lists are evaluated only for misfits.
@@ -103,7 +101,7 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
         WHEN size({wrapped}.{SINGLE}) != 2 OR {element} IS NULL OR {seal}.{_SEAL} IS NULL THEN
             'the value is not one JSON object'
         {_when("the value does not fit the schema: ", decimals)}
-        {unmet(element, schema)}
+        {unmet(element, _loose(schema))}
         END"""
 
 
@@ -111,7 +109,7 @@ def _has_decimals(kind: DataType) -> bool:
     return "decimal" in kind.simpleString()
 
 
-def _loose(kind: DataType) -> DataType:
+def _loose(kind: Any) -> Any:
     """Return a type with VARIANT in the place of each decimal."""
     if isinstance(kind, DecimalType):
         return VariantType()
@@ -131,7 +129,7 @@ def _exact(kind: DataType, value: str, depth: int) -> str:
         return value
     if isinstance(kind, StructType):
         pairs = (
-            f"'{_text(field.name)}', {_exact(field.dataType, f'{value}.{_name(field.name)}', depth)}"
+            f"'{sql_text(field.name)}', {_exact(field.dataType, f'{value}.{_name(field.name)}', depth)}"
             for field in kind.fields
         )
         return f"IF({value} IS NULL, NULL, named_struct({', '.join(pairs)}))"
@@ -165,9 +163,7 @@ def _no_decimals(kind: DataType, value: str, text: str, path: str, depth: int) -
             )
         ]
     if isinstance(kind, ArrayType | MapType):
-        element, values = (
-            (kind.elementType, value) if isinstance(kind, ArrayType) else (kind.valueType, f"map_values({value})")
-        )
+        element, values = _elements(kind, value)
         inner = _no_decimals(element, variable, text, f"{path}[]", depth + 1)
         return [(name, type_, f"exists({values}, {variable} -> {condition})") for name, type_, condition in inner]
     is_none = f"{_decimal_text(value)} IS NOT NULL AND {_exact(kind, value, depth)} IS NULL"
@@ -176,11 +172,9 @@ def _no_decimals(kind: DataType, value: str, text: str, path: str, depth: int) -
 
 
 def unmet(value: str, schema: StructType) -> str:
-    """Return the WHENs of a SQL expression of what a typed value lacks, or has beyond what other systems hold."""
-    missing = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _missing(schema, value, "")]
-    wild = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _out_of_calendar(schema, value)]
-    years = f"a time is not within the years {_EARLIEST_YEAR} to {_LATEST_YEAR}: "
-    return _when("a field that must be there is missing: ", missing) + _when(years, wild)
+    """Return the WHEN of a SQL expression of what a typed value lacks."""
+    missing = [f"CASE WHEN {condition} THEN '{sql_text(path)}' END" for path, condition in _missing(schema, value, "")]
+    return _when("a field that must be there is missing: ", missing)
 
 
 def _when(words: str, cases: list[str]) -> str:
@@ -197,7 +191,9 @@ def _missing(schema: StructType, value: str, path: str) -> list[tuple[str, str]]
     for field in schema.fields:
         here, name = f"{value}.{_name(field.name)}", f"{path}{field.name}"
         if not field.nullable:
-            found.append((name, f"{here} IS NULL"))
+            # JSON's null is a value of VARIANT.
+            is_null = f" OR is_variant_null({here})" if isinstance(field.dataType, VariantType) else ""
+            found.append((name, f"({here} IS NULL{is_null})"))
         found += [
             (inner, f"{here} IS NOT NULL AND {condition}") for inner, condition in _within(field.dataType, here, name)
         ]
@@ -207,20 +203,17 @@ def _missing(schema: StructType, value: str, path: str) -> list[tuple[str, str]]
 def _within(kind: DataType, value: str, path: str) -> list[tuple[str, str]]:
     if isinstance(kind, StructType):
         return _missing(kind, value, f"{path}.")
-    if isinstance(kind, ArrayType):
+    if isinstance(kind, ArrayType | MapType):
         variable = f"e{path.count('[')}"
-        inner = _within(kind.elementType, variable, f"{path}[]")
-        return [(name, f"exists({value}, {variable} -> {condition})") for name, condition in inner]
+        element, values = _elements(kind, value)
+        inner = _within(element, variable, f"{path}[]")
+        return [(name, f"exists({values}, {variable} -> {condition})") for name, condition in inner]
     return []
 
 
-def _out_of_calendar(schema: StructType, value: str) -> list[tuple[str, str]]:
-    """Return the dates and times at the top level, and the condition under which other systems cannot hold them."""
-    return [
-        (field.name, f"year({value}.{_name(field.name)}) NOT BETWEEN {_EARLIEST_YEAR} AND {_LATEST_YEAR}")
-        for field in schema.fields
-        if field.dataType.typeName() in ("date", "timestamp", "timestamp_ntz")
-    ]
+def _elements(kind: ArrayType | MapType, value: str) -> tuple[DataType, str]:
+    """Return the type and the SQL of the items of an array, or of the values of a map."""
+    return (kind.elementType, value) if isinstance(kind, ArrayType) else (kind.valueType, f"map_values({value})")
 
 
 def _name(field: str) -> str:
@@ -228,8 +221,9 @@ def _name(field: str) -> str:
 
 
 def _path(field: str) -> str:
-    return "'$[\\'" + _text(field) + "\\']'"
+    return "'$[\\'" + sql_text(field) + "\\']'"
 
 
-def _text(text: str) -> str:
+def sql_text(text: str) -> str:
+    """Return a text as it stands between the quotes of a SQL string."""
     return text.replace("\\", "\\\\").replace("'", "\\'")

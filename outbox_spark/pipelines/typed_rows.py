@@ -7,7 +7,16 @@ from typing import Any
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DateType,
+    MapType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark import json_values, registry_values
@@ -16,6 +25,7 @@ from outbox_spark.topics.source import SCHEMA
 
 _UNREADABLE = "a header name is not UTF-8, so the headers, the outbox-id among them, cannot be read"
 _ID = "r'^(?s)(.+):([0-9]{1,18})$'"
+_EARLIEST_YEAR, _LATEST_YEAR = 1, 9999
 _KEY = "try_validate_utf8(cast(key AS STRING))"
 _REQUIRED = ("id", "source", "type")
 _OPTIONAL = ("subject", "dataschema")
@@ -90,16 +100,16 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
         )
     except (AnalysisException, ParseException) as error:
         raise InvalidConfig(f"columns, where or explode: {str(error).strip().splitlines()[0]}") from None
-    return _without_broken_text(found) if settings.columns else found  # what was parsed is UTF-8 anyhow
+    return _storable(found)
 
 
-def _without_broken_text(found: DataFrame) -> DataFrame:
-    """Make misfits of records whose rows have text that is not UTF-8, as expressions make it of bytes."""
+def _storable(found: DataFrame) -> DataFrame:
+    """Make misfits of records whose rows have what other systems do not hold, parsed or made by an expression."""
     row: Any = found.schema["rows"].dataType
     whens = [
-        f"WHEN exists(rows, row -> {condition}) THEN '{field.name} is not UTF-8 text'"
+        f"WHEN exists(rows, row -> {condition}) THEN '{json_values.sql_text(field.name)} {words}'"
         for field in row.elementType.fields
-        for condition in _broken_text(field.dataType, f"row.{_quoted(field.name)}")
+        for words, condition in _unstorable(field.dataType, f"row.{_quoted(field.name)}")
     ]
     if not whens:
         return found
@@ -129,16 +139,19 @@ def _quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def _broken_text(kind: DataType, value: str, depth: int = 0) -> list[str]:
-    """Return SQL conditions, under one of which there is text in a value that is not UTF-8: Spark's CAST makes it."""
+def _unstorable(kind: DataType, value: str, depth: int = 0) -> list[tuple[str, str]]:
+    """Return the words for what other systems do not hold of a type, and the SQL conditions under which it is there."""
     variable = f"t{depth}"
     if isinstance(kind, StringType):
-        return [f"NOT is_valid_utf8({value})"]
+        return [("is not UTF-8 text", f"NOT is_valid_utf8({value})")]  # Spark's CAST makes such text
+    if isinstance(kind, DateType | TimestampType | TimestampNTZType):
+        years = f"{_EARLIEST_YEAR} AND {_LATEST_YEAR}"
+        return [(f"is not within the years {_EARLIEST_YEAR} to {_LATEST_YEAR}", f"year({value}) NOT BETWEEN {years}")]
     if isinstance(kind, StructType):
         return [
             found
             for field in kind.fields
-            for found in _broken_text(field.dataType, f"{value}.{_quoted(field.name)}", depth)
+            for found in _unstorable(field.dataType, f"{value}.{_quoted(field.name)}", depth)
         ]
     if isinstance(kind, ArrayType):
         parts = [(kind.elementType, value)]
@@ -147,9 +160,9 @@ def _broken_text(kind: DataType, value: str, depth: int = 0) -> list[str]:
     else:
         return []
     return [
-        f"exists({values}, {variable} -> {condition})"
+        (words, f"exists({values}, {variable} -> {condition})")
         for element, values in parts
-        for condition in _broken_text(element, variable, depth + 1)
+        for words, condition in _unstorable(element, variable, depth + 1)
     ]
 
 

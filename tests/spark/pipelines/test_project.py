@@ -131,7 +131,7 @@ def test_a_task_that_fails_before_its_commit_is_tried_again(spark, settings, dat
 @pytest.mark.complete
 def test_what_does_not_fit_is_in_quarantine(spark, settings, database, kafka_bootstrap):
     """Each record that cannot be projected is kept in quarantine with its place and the reason, and counted."""
-    chosen = settings(schema=SCHEMA + ", at TIMESTAMP")
+    chosen = settings(schema=SCHEMA + ", at TIMESTAMP", columns={**_COLUMNS, "at": "at"})
     bad = {
         b"\xff": "UTF-8",
         b"": "JSON",
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_in_quarantine(spark, settings, database, kafka_boo
         b"{}": "missing: n",
         b'{"n":1,"items":[{"cents":1}]}': "missing: items[].sku",
         b'{"n":1,"items":[{"sku":"\\u0000"}]}': "U+0000",
-        b'{"n":1,"at":"12000-01-01T00:00:00Z"}': "years",
+        b'{"n":1,"at":"12000-01-01T00:00:00Z","items":[{"sku":"a"}]}': "years",
         b'{"n":1,"items":[{"sku":"%b"}]}' % secrets.token_hex(4000).encode(): "sku: more than 2400 bytes",
     }
     _send(
@@ -397,6 +397,7 @@ def test_numbers_are_not_written_out(spark):
     """A number of some bytes and a million digits, or of a million bytes, costs no time, at any depth, also quoted."""
     chosen = RowSettings(
         schema="a DECIMAL(10,2), text STRING, o STRUCT<d: ARRAY<STRUCT<n: DECIMAL(38,10)>>>, m MAP<STRING, DECIMAL(5)>"
+        ", must STRUCT<n: DECIMAL(5) NOT NULL, of: MAP<STRING, STRUCT<n: DECIMAL(5) NOT NULL>>>"
     )
     wild = {
         b'{"a":1e900000000}': "a is no DECIMAL(10,2)",
@@ -413,9 +414,14 @@ def test_numbers_are_not_written_out(spark):
         b'{"o":{"d":[{"n":1},{"n":"1e64000000"}]},"m":{"x":"1e64000000"}}': "o.d[].n is no DECIMAL(38,10), m[] is no",
         # A double would have lost its last digits.
         b'{"o":{"d":[{"n":1.2345678901234567891e1}]}}': "o.d[].n is no DECIMAL(38,10)",
+        b'{"o":{"d":[{"n":9007199254740993e0}]}}': "o.d[].n is no DECIMAL(38,10)",
+        b'{"must":{"n":null}}': "missing: must.n",
+        b'{"must":{}}': "missing: must.n",
+        b'{"must":{"n":1,"of":{"x":{"n":null}}}}': "missing: must.of[].n",
     }
     tame = {
         b'{"a":1e3,"text":"a UUID 9e12345, 1e900000000"}': Decimal("1000.00"),
+        b'{"a":1234567.89012345e1,"must":{"n":1,"of":{"x":{"n":1}}}}': Decimal("12345678.90"),
         b'{"a":10.005}': Decimal("10.01"),
         b'{"a":-1.5E-900000000}': Decimal("0.00"),
         b'{"a":"1e64000000","a":1.5E+2}': Decimal("150.00"),

@@ -12,6 +12,7 @@ from outbox_core.errors import InvalidConfig
 from outbox_core.formats.cloud_events import cloud_event_record
 from outbox_spark.config import RowSettings
 from outbox_spark.pipelines.project import changes, project
+from outbox_spark.pipelines.typed_rows import parse
 from outbox_spark.topics.source import SCHEMA
 from tests.schema_registry import registry
 
@@ -142,3 +143,24 @@ def test_text_that_expressions_make(records):
         (1, False, None),
         (None, False, "x is not UTF-8 text"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "value", "wild"),
+    [
+        (
+            {"schema": "l ARRAY<STRUCT<at: TIMESTAMP>>", "explode": "l", "columns": {"at": "item.at"}},
+            b'{"l":[{"at":"2026-01-01T00:00:00Z"},{"at":"%b-01-01T00:00:00Z"}]}',
+            "at",
+        ),
+        ({"schema": "o STRUCT<m: MAP<STRING, DATE>>"}, b'{"o":{"m":{"x":"%b-01-01"}}}', "o"),
+        ({"schema": "t STRING", "columns": {"d": "try_cast(t AS DATE)"}}, b'{"t":"%b-01-01"}', "d"),
+    ],
+    ids=["items", "within", "expression"],
+)
+def test_times_that_no_other_system_holds(records, chosen, value, wild):
+    """A time beyond the calendar of databases is a misfit, at any depth and also if an expression makes it."""
+    given = [(b"k", value % year, []) for year in (b"9999", b"+20000", b"-0044")]
+    problem = f"{wild} is not within the years 1 to 9999"
+    assert [row._problem for row in project(records(*given), RowSettings(**chosen)).collect()][-2:] == [problem] * 2
+    assert [row.problem for row in parse(records(*given), RowSettings(**chosen)).collect()] == [None, problem, problem]
