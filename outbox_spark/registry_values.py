@@ -10,9 +10,11 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from datetime import UTC, time
-from typing import TYPE_CHECKING, Any
+from decimal import Context, Decimal
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 import pyarrow as pa
@@ -33,6 +35,8 @@ Reader = Callable[[bytes, str, Headers], Any]
 
 _SERIALIZED = "serialized"  # the form of a Protobuf schema as descriptors, instead of text
 _NOT_FOUND, _TOO_MANY, _SERVER_ERRORS = 404, 429, 500
+_DEEPEST = 200  # levels of a value of Avro, a union being one: Python itself takes less than a thousand
+_LONGEST_DECIMAL = 1_000  # bytes
 _SHOWN = 300  # characters of a library's reason
 _DOES_NOT_FIT = (ValueError, TypeError, OverflowError)  # Arrow's errors are of these
 
@@ -67,13 +71,15 @@ def _nullable(part: dict[str, Any]) -> dict[str, Any]:
 def typed(read: Reader, columns: pa.StructType, *arrays: pa.Array) -> pa.StructArray:
     """Read arrays of values, topics and lists of headers into structs of `value` and `problem`."""
     rows: list[Any] = []
+    has_maps = "map<" in str(columns)
     problems: list[str | None] = []
     for value, topic, headers in zip(*(array.to_pylist() for array in arrays), strict=True):
         rows.append(None)
         problems.append(None)
         if value is not None:
             try:
-                rows[-1] = read(value, topic, [(header["key"], header["value"]) for header in headers or ()])
+                row = read(value, topic, [(header["key"], header["value"]) for header in headers or ()])
+                rows[-1] = _checked(row, columns) if has_maps else row
             except UnreadableValue as error:
                 problems[-1] = str(error)
     try:
@@ -86,6 +92,35 @@ def typed(read: Reader, columns: pa.StructType, *arrays: pa.Array) -> pa.StructA
     return pa.StructArray.from_arrays([found, pa.array(problems, pa.string())], ["value", "problem"])
 
 
+def _checked(row: Any, columns: pa.StructType) -> Any:
+    """Return a row whose maps are some. Raises UnreadableValue for others: of a list, Arrow may end the process."""
+    if isinstance(row, Mapping):
+        names = [
+            f"{field.name} is no {field.type}" for field in columns if not _has_maps(row.get(field.name), field.type)
+        ]
+        if names:
+            raise UnreadableValue(_unfit(names))
+    return row
+
+
+def _has_maps(value: Any, kind: pa.DataType) -> bool:
+    """Tell whether a value has maps where its declared type has some."""
+    if value is None:
+        return True
+    if pa.types.is_map(kind):
+        is_map = isinstance(value, Mapping) and None not in value
+        return is_map and all(_has_maps(item, kind.item_type) for item in value.values())
+    if pa.types.is_struct(kind) and isinstance(value, Mapping):
+        return all(_has_maps(value.get(field.name), field.type) for field in kind)
+    if pa.types.is_list(kind) and isinstance(value, list):
+        return all(_has_maps(item, kind.value_type) for item in value)
+    return True
+
+
+def _unfit(names: list[str]) -> str:
+    return f"the value does not fit the schema: {', '.join(names)}"
+
+
 def _misfit(row: Any, columns: pa.StructType) -> str | None:
     if not isinstance(row, Mapping):
         return "the value is not a record with fields"
@@ -95,7 +130,7 @@ def _misfit(row: Any, columns: pa.StructType) -> str | None:
             pa.array([row.get(field.name)], field.type)
         except _DOES_NOT_FIT:
             names.append(f"{field.name} is no {field.type}")
-    return f"the value does not fit the schema: {', '.join(names)}" if names else None
+    return _unfit(names) if names else None
 
 
 @functools.cache
@@ -136,24 +171,39 @@ def _read(kind: str, decode: Callable[[bytes, Any, Any], Any], value: bytes, top
 
 
 def _avro(client: SchemaRegistryClient) -> Callable[[bytes, Any, Any], Any]:
+    from confluent_kafka.schema_registry import dual_schema_id_deserializer
     from confluent_kafka.schema_registry.avro import AvroDeserializer
+    from fastavro.read import LOGICAL_READERS
 
+    for kind in ("bytes-decimal", "fixed-decimal"):
+        LOGICAL_READERS[kind] = cast(Any, _decimal)
     deserialize = AvroDeserializer(client)
-    checked: set[tuple[Any, Any]] = set()
+    deep: dict[tuple[Any, Any], tuple[Any, dict[str, Any]] | None] = {}  # of those whose values may be too deep
 
     def read(value: bytes, context: Any, writer: Any) -> Any:
         key = (writer.id, writer.guid)
-        if key not in checked:
-            definitions: dict[str, Any] = {}
-            schema = _avro_schema(client, _schema_of(client, writer), definitions)
-            if _has_weightless_items(schema, definitions):
+        if key not in deep:
+            named: dict[str, Any] = {}
+            schema = _avro_schema(client, _schema_of(client, writer), named, set())
+            if _has_weightless_items(schema, named):
                 raise UnreadableValue(
                     "it has an array whose items have no bytes, so that some bytes are millions of them"
                 )
-            checked.add(key)
+            deep[key] = (schema, named) if _depth(schema, named, {}) > _DEEPEST else None
+        if (found := deep[key]) is not None:
+            _check_depth(dual_schema_id_deserializer(value, context, writer), *found)
         return _plain(deserialize(value, context))
 
     return read
+
+
+def _decimal(data: bytes, schema: Mapping[str, Any], _: Any = None) -> Decimal:
+    """Return a decimal of Avro. One of many bytes would cost hours: to make digits of it takes the square of them."""
+    if len(data) > _LONGEST_DECIMAL:
+        raise ValueError(f"it has a decimal of {len(data)} bytes")
+    number = Decimal(int.from_bytes(data, "big", signed=True))
+    context = Context(prec=schema["precision"])
+    return context.create_decimal(number).scaleb(-schema.get("scale", 0), context)
 
 
 def _schema_of(client: SchemaRegistryClient, writer: Any, **options: Any) -> Any:
@@ -163,18 +213,20 @@ def _schema_of(client: SchemaRegistryClient, writer: Any, **options: Any) -> Any
     return client.get_schema_by_guid(str(writer.guid), **options)
 
 
-def _avro_schema(client: SchemaRegistryClient, schema: Any, definitions: dict[str, Any]) -> Any:
-    """Return a schema as JSON, and note the types that it and those it refers to define, by their names."""
+def _avro_schema(client: SchemaRegistryClient, schema: Any, named: dict[str, Any], seen: set[tuple[str, int]]) -> Any:
+    """Return a schema as fastavro has it, and note the types that it and those it refers to define, by full names."""
+    from fastavro.schema import parse_schema
+
     for reference in schema.references or ():
-        _avro_schema(client, client.get_version(reference.subject, reference.version).schema, definitions)
+        place = (reference.subject, reference.version)
+        if place not in seen:
+            seen.add(place)
+            _avro_schema(client, client.get_version(*place).schema, named, seen)
     try:
         document = json.loads(schema.schema_str)
     except ValueError:  # a primitive's name, without quotes
-        return schema.schema_str
-    for part in _parts(document):
-        if "name" in part:
-            definitions[str(part["name"]).rpartition(".")[2]] = part
-    return document
+        document = schema.schema_str
+    return parse_schema(document, named_schemas=named)
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
@@ -184,24 +236,81 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
             yield from _parts(member)
     elif isinstance(schema, dict):
         yield schema
-        inner = [schema.get("type"), schema.get("items"), schema.get("values")]
-        for part in (*inner, *(field.get("type") for field in schema.get("fields") or ())):
+        for part in _within(schema):
             yield from _parts(part)
 
 
-def _has_weightless_items(schema: Any, definitions: Mapping[str, Any]) -> bool:
-    """Tell whether a schema has an array of items that Avro writes in no bytes: five bytes may be 40 million of them.
+def _within(schema: dict[str, Any]) -> Iterator[Any]:
+    """Yield the types that a type has within it."""
+    yield from (schema.get("type"), schema.get("items"), schema.get("values"))
+    yield from (field.get("type") for field in schema.get("fields") or ())
 
-    Types of one name in several namespaces count as the last one: such a schema may be refused for nothing.
-    """
-    parts = [*_parts(schema), *(part for known in definitions.values() for part in _parts(known))]
+
+def _depth(kind: Any, named: Mapping[str, Any], known: dict[int, float]) -> float:
+    """Return how many levels the values of a schema can have; infinity where a type has itself within it."""
+    if isinstance(kind, str):
+        kind = named.get(kind)
+    if isinstance(kind, list):
+        return max((_depth(member, named, known) for member in kind), default=0)
+    if not isinstance(kind, dict):
+        return 0
+    if id(kind) not in known:
+        known[id(kind)] = math.inf  # until it is known: of a type within itself
+        known[id(kind)] = 1 + max((_depth(part, named, known) for part in _within(kind)), default=0)
+    return known[id(kind)]
+
+
+def _check_depth(content: Any, schema: Any, named: Mapping[str, Any]) -> None:
+    """Read a value in Python. Raises UnreadableValue where fastavro, in C, would end the process: it has no bound."""
+    from fastavro.io.binary_decoder import BinaryDecoder
+
+    decoder = cast(Any, BinaryDecoder)(content)
+
+    def skip(kind: Any, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise UnreadableValue(f"the value has more than {_DEEPEST} levels, one within the other")
+        for part in _level(decoder, kind, named):
+            skip(part, depth + 1)
+
+    skip(schema, 0)
+
+
+def _level(decoder: Any, kind: Any, named: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the types of what a value has within it, each of which is to be read before the next one."""
+    if isinstance(kind, str):
+        kind = named.get(kind, kind)
+    if isinstance(kind, list):
+        yield kind[decoder.read_index()]
+        return
+    within = kind["type"] if isinstance(kind, dict) else kind
+    if within in ("record", "error"):
+        yield from (field["type"] for field in kind["fields"])
+    elif within == "array":
+        decoder.read_array_start()
+        yield from (kind["items"] for _ in decoder.iter_array())
+    elif within == "map":
+        decoder.read_map_start()
+        for _ in decoder.iter_map():
+            decoder.read_bytes()  # its key
+            yield kind["values"]
+    elif within == "fixed":
+        decoder.read_fixed(kind["size"])
+    elif isinstance(within, str) and within not in named:
+        getattr(decoder, f"read_{'bytes' if within == 'string' else within}")()
+    else:
+        yield within
+
+
+def _has_weightless_items(schema: Any, named: Mapping[str, Any]) -> bool:
+    """Tell whether a schema has an array of items that have no bytes: five bytes may be 40 million of them."""
+    parts = [*_parts(schema), *(part for kind in named.values() for part in _parts(kind))]
     known: dict[int, bool] = {}
-    return any(part.get("type") == "array" and _is_weightless(part.get("items"), definitions, known) for part in parts)
+    return any(part.get("type") == "array" and _is_weightless(part.get("items"), named, known) for part in parts)
 
 
-def _is_weightless(kind: Any, definitions: Mapping[str, Any], known: dict[int, bool]) -> bool:
+def _is_weightless(kind: Any, named: Mapping[str, Any], known: dict[int, bool]) -> bool:
     if isinstance(kind, str) and kind != "null":
-        kind = definitions.get(kind.rpartition(".")[2])
+        kind = named.get(kind)
     if not isinstance(kind, dict):
         return bool(kind == "null")  # a union has its number, and other primitives have some bytes
     if id(kind) not in known:
@@ -209,11 +318,11 @@ def _is_weightless(kind: Any, definitions: Mapping[str, Any], known: dict[int, b
         within = kind.get("type")
         if within in ("record", "error"):
             fields = [field.get("type") for field in kind.get("fields") or ()]
-            known[id(kind)] = all(_is_weightless(field, definitions, known) for field in fields)
+            known[id(kind)] = all(_is_weightless(field, named, known) for field in fields)
         elif within == "fixed":
             known[id(kind)] = kind.get("size") == 0
         elif within not in ("array", "map", "enum"):
-            known[id(kind)] = _is_weightless(within, definitions, known)
+            known[id(kind)] = _is_weightless(within, named, known)
     return known[id(kind)]
 
 

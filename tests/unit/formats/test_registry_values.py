@@ -132,6 +132,87 @@ def test_avro_arrays_of_nothing_by_reference(client, server):
     assert "an array whose items have no bytes" in found["problem"]
 
 
+def _chain(length):
+    """Return a schema of as many types, each of which has the one before within it."""
+    types = [{"type": "record", "name": "T0", "fields": [{"name": "n", "type": "long"}]}]
+    for number in range(1, length):
+        field = {"name": "n", "type": f"T{number - 1}"}
+        types.append({"type": "record", "name": f"T{number}", "fields": [field]})
+    return types
+
+
+_NODE = {"type": "record", "name": "Node", "namespace": "a.b", "fields": [{"name": "n", "type": ["null", "Node"]}]}
+_SELF = {"type": "record", "name": "Self", "fields": [{"name": "n", "type": "Self"}]}
+_BUSH = {
+    "type": "record",
+    "name": "Bush",
+    "fields": [
+        {"name": "e", "type": {"type": "enum", "name": "E", "symbols": ["a"]}},
+        {"name": "f", "type": {"type": "fixed", "name": "F", "size": 2}},
+        {"name": "t", "type": {"type": "int", "logicalType": "date"}},
+        {"name": "more", "type": {"type": "map", "values": {"type": "array", "items": "Bush"}}},
+    ],
+}
+_TWIG = b"\0ab\2"
+
+
+@pytest.mark.parametrize(
+    ("schema", "content", "problem"),
+    [
+        (_NODE, b"\2" * 30 + b"\0", None),
+        (_NODE, b"\2" * 800 + b"\0", "levels"),
+        (_NODE, b"\2" * 200_000 + b"\0", "levels"),
+        ({"type": "array", "items": _NODE}, b"\2" + b"\2" * 200_000 + b"\0\0", "levels"),
+        (_SELF, b"\0", "levels"),
+        (_BUSH, _TWIG + b"\2\2k\4" + (_TWIG + b"\0") * 2 + b"\0\0", None),
+        (_BUSH, (_TWIG + b"\2\2k\2") * 20_000 + _TWIG + b"\0" * 40_001, "levels"),
+        (_chain(60), b"\x76\2", None),
+        (_chain(300), b"\xd6\4\2", "levels"),
+    ],
+    ids=["few", "many", "wild", "items", "itself", "bush", "deep bush", "chain", "long chain"],
+)
+def test_avro_values_of_many_levels(client, server, schema, content, problem):
+    """A value whose levels would end the process is a misfit; others of such schemas are read."""
+    number = client.register_schema("orders-value", Schema(json.dumps(schema), "AVRO"))
+    (found,) = _typed("avro", server, pa.struct({"y": pa.int64()}), [b"\0" + number.to_bytes(4, "big") + content])
+    if problem is None:
+        assert found == {"value": {"y": None}, "problem": None}
+    else:
+        assert problem in found["problem"]
+
+
+@pytest.mark.parametrize("size", [2, 300_000])
+@pytest.mark.parametrize("kind", ["bytes", "fixed"])
+def test_avro_decimals_of_many_bytes(client, server, kind, size):
+    """A decimal whose digits would take hours is a misfit."""
+    decimal = {"type": kind, "logicalType": "decimal", "precision": 4, "scale": 2}
+    if kind == "fixed":
+        decimal |= {"name": "D", "size": size}
+    schema = {"type": "record", "name": "R", "fields": [{"name": "x", "type": decimal}]}
+    number = client.register_schema("orders-value", Schema(json.dumps(schema), "AVRO"))
+    length = b"\4" if size == 2 else b"\xc0\xcf\x24"
+    value = b"\0" + number.to_bytes(4, "big") + (length if kind == "bytes" else b"") + b"\1" * size
+    (found,) = _typed("avro", server, pa.struct({"x": pa.decimal128(10, 2)}), [value])
+    if size == 2:
+        assert found == {"value": {"x": Decimal("2.57")}, "problem": None}
+    else:
+        assert "it has a decimal of 300000 bytes" in found["problem"]
+
+
+@pytest.mark.parametrize("items", [[None], [{"a": 1}], [None, {"a": 1}]])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_lists_are_no_maps(items, depth):
+    """A list where a map is declared is a misfit at any depth: Arrow would end the process for some of them."""
+    row, kind = {"m": items}, pa.struct({"m": pa.map_(pa.string(), pa.int64()), "n": pa.int64()})
+    for _ in range(depth):
+        row, kind = {"m": [row]}, pa.struct({"m": pa.list_(kind)})
+    arrays = pa.array([b"v", b"w"]), pa.array(["t", "t"]), pa.array([None, None], _HEADERS)
+    rows = iter([row, {"m": None}])
+    bad, good = typed(lambda *_: next(rows), kind, *arrays).to_pylist()
+    assert (bad["value"], good["problem"]) == (None, None)
+    assert "does not fit the schema: m is no" in bad["problem"]
+
+
 def test_avro_with_the_schema_in_a_header(client, server):
     """A schema's id may stand in a header instead of the value."""
     headers = []
