@@ -7,9 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from django.db import InterfaceError, OperationalError
+
 from outbox_core.consuming import ID_HEADER
 from outbox_queue import Message, QueueClosed, Reject
 from outbox_queue.consuming.delivery import State
+from outbox_queue.protocol import markers as wire
 from tests.simulation.brokers import COMMITTED, PLAIN
 from tests.simulation.scheduling import Process
 from tests.simulation.tables import Place, Row
@@ -21,6 +24,7 @@ Key = tuple[str, str]
 """A source and a message id."""
 
 _TRIES = 2  # at a statement, the second one on another connection
+_OF_THE_DATABASE = OperationalError, InterfaceError
 _HELD_UP_SECONDS = 1.0  # for which a marker may be held up
 
 
@@ -29,7 +33,7 @@ class Call:
     """One call of the handler of tasks, with a message."""
 
     task: str
-    message: str  # its id: what is published twice has two
+    place: tuple[int, int]  # of the copy of its message
     attempt: int
     process: Process
     at: float
@@ -118,19 +122,30 @@ class Oracle:
     def handed(self, message: Message, process: Process) -> Call:
         """Note that a handler got the message of a task: earlier attempts began, or were held up."""
         name = json.loads(message.payload)["id"]
-        task = self.tasks.setdefault(name, _Task())
-        # A tracker also counts what no consumer takes in time: then it had written this copy before that attempt ended.
-        partition, offset = message._delivery.message.place
-        written_at = self._world.cluster.topics["messages"][partition].log[offset].time
-        before = [each for each in task.calls if (each.message, each.attempt) == (message.id, message.attempt - 1)]
-        has_ended = any(call.outcome and call.at + call.lasted <= written_at for call in before)
-        is_first = (message.id, message.attempt) not in {(each.message, each.attempt) for each in task.calls}
-        if is_first and has_ended and not any(map(self._counts, before)):
-            told = ", ".join(sorted({call.outcome for call in before}))
-            self._world.broken(f"attempt {message.attempt - 1} of task {name} was counted, and was {told}")
-        call = Call(name, message.id, message.attempt, process, self._world.scheduler.now)
-        task.calls.append(call)
+        call = Call(name, message._delivery.message.place, message.attempt, process, self._world.scheduler.now)
+        if message.attempt > 1:
+            self._check_counted_before(call, message._delivery.message.origin)
+        self.tasks.setdefault(name, _Task()).calls.append(call)
         return call
+
+    def _check_counted_before(self, call: Call, origin: tuple[int, int]) -> None:
+        """Check that a copy of the attempt before may have been counted. A copy may be handed out late, or never."""
+        oracle = self._world.oracle
+        oracle.scan()
+        copies = {place: copy for place, copy in oracle.copies.items() if copy.origin == origin}
+        written_at = min(copy.at for copy in copies.values() if copy.attempt == call.attempt)
+        told: set[str] = set()
+        for place in [place for place, copy in copies.items() if copy.attempt == call.attempt - 1]:
+            calls = [each for each in self.tasks[call.task].calls if each.place == place]
+            starts = sum(mark.kind == wire.START for mark in oracle.marks.get(place, ()))
+            # What was started, and came to no handler, was lost. A tracker also counts what nobody takes in time: then
+            # it had written the next copy before that attempt ended.
+            was_at_work = any(not each.outcome or each.at + each.lasted > written_at for each in calls)
+            if starts > len(calls) or was_at_work or any(map(self._counts, calls)):
+                return
+            told |= {each.outcome for each in calls}
+        what = ", ".join(sorted(told)) or "never sent"
+        self._world.broken(f"attempt {call.attempt - 1} of task {call.task} was counted, and was {what}")
 
     def _counts(self, call: Call) -> bool:
         """Tell whether an attempt may be counted: its function failed, or its message was lost."""
@@ -194,7 +209,9 @@ class Oracle:
         if is_given_back and call.lasted < world.longest_seconds:
             world.seen["task given back"] += 1
             held_up = world.database_disturbances.seconds(call.process.name, call.at - 5.0, world.scheduler.now)
-            if call.failures < _TRIES and not held_up:
+            # A task that failed with such an error is given back if the database then takes no connection, too.
+            tries = 1 if isinstance(call.raised, _OF_THE_DATABASE) else _TRIES
+            if call.failures < tries and not held_up:
                 world.broken(f"task {call.task} was given back, and nothing kept its result from being written")
         elif error is None and not is_given_back and row["status"] != "SUCCESSFUL":
             world.broken(f"task {call.task} is reported as done, and its result is {row['status']}")
