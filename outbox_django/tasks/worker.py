@@ -6,11 +6,13 @@ task runs at least once; with a table of results, one that was successful does n
 
 What fails while the database is away does not count, nor what fails before the task has begun or after it has ended:
 the message comes again with the same attempt. The state of a task is written on a connection that works, whatever
-became of the one that the task has used. A connection in the transaction of a test is left alone.
+became of the one that the task has used. A transaction that the task leaves open ends before that, and the attempt has
+failed. A connection that was in a transaction before the message came is a test's, and left alone.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -19,11 +21,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
 from django.db import DataError, InterfaceError, OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
@@ -45,6 +48,7 @@ from outbox_queue import Message, Reject
 _EARLY = timedelta(seconds=1)  # clocks differ; what is due within it runs now
 _LONGEST_TRACEBACK = 20_000
 _LOOK_SECONDS = 1.0
+_IN_TRANSACTION = (1, 2, 3)  # a driver's transaction_status: ACTIVE, INTRANS, INERROR
 _OUTAGE_DELAY = timedelta(seconds=10)
 _OUTAGE_PAUSE_SECONDS = 1.0  # of a thread: it must not take message after message meanwhile
 
@@ -57,6 +61,10 @@ class _NotWritten(Exception):
 
 class TaskAborted(Exception):
     """A task raised what would have ended its worker, SystemExit for example."""
+
+
+class TransactionLeftOpen(Exception):
+    """A task returned inside a transaction, which was rolled back."""
 
 
 class TaskRunner:
@@ -73,19 +81,21 @@ class TaskRunner:
             Reject: if it can never be run, or raised that itself.
             Exception: what the task raised.
         """
-        _close_unusable()
+        used = _Connections()
+        used.close_unusable()
         try:
-            self._handle(message)
+            self._handle(message, used)
         except InvalidJob as error:
             raise Reject(str(error)) from error
         except _NotWritten as error:
             self._give_back(message, f"its state cannot be written, and the attempt does not count: {error.__cause__}")
         except (OperationalError, InterfaceError) as error:
-            if not _is_database_away():
+            if not used.is_database_away():
                 raise
             self._give_back(message, f"the database is away, and the attempt does not count: {error}")
         finally:
-            _close_unusable()
+            used.end_transactions()
+            used.close_unusable()
 
     def _give_back(self, message: Message, why: str) -> None:
         _log.warning("%r: %s", message, why)
@@ -93,10 +103,11 @@ class TaskRunner:
         message.nack(min(_OUTAGE_DELAY, longest), counts=False)
         time.sleep(_OUTAGE_PAUSE_SECONDS)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message, used: _Connections) -> None:
         job = Job.decode(message.payload)
         if job.wait > _EARLY:
-            self._backend.stash(job, message.queue)  # it has to wait longer than a message can be delayed
+            # It has to wait longer than a message can be delayed.
+            used.on_a_working_one(lambda _: self._backend.stash(job, message.queue))
             return
         try:
             result = job.result(message.queue, self._backend.alias)
@@ -105,9 +116,9 @@ class TaskRunner:
                 from outbox_django.tasks import results
 
                 told = _task_error(error)
-                _on_a_working_connection(lambda alias: results.give_up(job, told, alias))
+                used.on_a_working_one(lambda alias: results.give_up(job, told, alias))
             raise
-        attempt = _Attempt(result, message, self._backend)
+        attempt = _Attempt(result, message, self._backend, used)
         if attempt.begin(self.worker_id):
             attempt.run()
 
@@ -115,8 +126,11 @@ class TaskRunner:
 class _Attempt:
     """One attempt to run a task. Without a table of results, the result is for the task's context and signals alone."""
 
-    def __init__(self, result: TaskResult[..., Any], message: Message, backend: OutboxTaskBackend) -> None:
+    def __init__(
+        self, result: TaskResult[..., Any], message: Message, backend: OutboxTaskBackend, used: _Connections
+    ) -> None:
         self._result = result
+        self._used = used
         self._message = message
         self._backend = backend
         self._keeps_result = backend.supports_get_result
@@ -132,7 +146,7 @@ class _Attempt:
         from outbox_django.tasks import results
 
         at = timezone.now()
-        _on_a_working_connection(lambda alias: results.begin(self._result, worker_id, at, alias))
+        self._used.on_a_working_one(lambda alias: results.begin(self._result, worker_id, at, alias))
         if self._result.status == TaskResultStatus.SUCCESSFUL:
             _log.info("task %s was successful before, and does not run again", self._result.id)
             return False
@@ -143,11 +157,15 @@ class _Attempt:
         task, result = self._result.task, self._result
         task_started.send_robust(sender=type(self._backend), task_result=result)  # Django logs what receivers raise
         context = (TaskContext(task_result=result),) if task.takes_context else ()
+        self._used.end_transactions()  # of receivers
         try:
             value = task.call(*context, *result.args, **result.kwargs)
+            self._used.refuse_open_transactions()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            if left := self._used.end_transactions(error):
+                error.add_note(f"And {left}.")
             self._failed(error)
             if isinstance(error, Exception):
                 raise
@@ -183,44 +201,92 @@ class _Attempt:
         if self._keeps_result:
             from outbox_django.tasks import results
 
-            _close_unusable()  # which the task may have left broken, or with autocommit off
-            _on_a_working_connection(lambda alias: results.write(self._result, alias))
+            self._used.end_transactions()
+            self._used.close_unusable()  # which the task may have left broken
+            self._used.on_a_working_one(lambda alias: results.write(self._result, alias))
 
 
-def _close_unusable() -> None:
-    """Close connections that are broken or too old, as between requests; one in a transaction is a test's."""
-    for connection in connections.all(initialized_only=True):
-        if not connection.in_atomic_block:
+class _Connections:
+    """The connections of this thread, while it handles one message, but those of a test around it."""
+
+    def __init__(self) -> None:
+        self._of_test = {each.alias for each in connections.all(initialized_only=True) if each.in_atomic_block}
+
+    def _ours(self) -> list[BaseDatabaseWrapper]:
+        return [each for each in connections.all(initialized_only=True) if each.alias not in self._of_test]
+
+    def close_unusable(self) -> None:
+        """Close connections that are broken or too old, as between requests."""
+        for connection in self._ours():
             connection.close_if_unusable_or_obsolete()
 
+    def end_transactions(self, error: BaseException | None = None) -> str:
+        """Roll back what was left open, by a generator in the traceback of an error, say; return a clause about it."""
+        left = [each.alias for each in self._ours() if _is_in_transaction(each)]
+        if not left:
+            return ""
+        # A generator that holds an `atomic` block must end now: later it would end the block of another task.
+        _forget_locals(error)
+        gc.collect()
+        for connection in self._ours():
+            if _is_in_transaction(connection):
+                with suppress(Exception):
+                    connection.close()
+                del connections[connection.alias]  # with the state of its blocks
+        return f"a transaction of {', '.join(map(repr, left))} was left open, and was rolled back"
 
-def _on_a_working_connection(call: Callable[[str], None]) -> None:
-    """Read or write the state of a task; once more on another connection, if the first attempt has broken its own.
+    def refuse_open_transactions(self) -> None:
+        """Raise TransactionLeftOpen if one was left open, which ends."""
+        if left := self.end_transactions():
+            raise TransactionLeftOpen(f"the task has returned, but {left}")
 
-    Raises _NotWritten if that fails, too.
-    """
-    alias = stash_alias()
-    connection = connections[alias]
-    try:
+    def on_a_working_one(self, call: Callable[[str], None]) -> None:
+        """Read or write the state of a task; once more on another connection, if the first attempt has broken its own.
+
+        Raises _NotWritten if that fails, too.
+        """
+        alias = stash_alias()
         try:
-            call(alias)
+            try:
+                _call_and_commit(call, alias)
+            except (OperationalError, InterfaceError):
+                if alias in self._of_test:
+                    raise
+                connections[alias].close()  # a deadlock or a serialization failure needs none; there is no harm in it
+                _call_and_commit(call, alias)
+        except (OperationalError, InterfaceError) as error:
+            raise _NotWritten from error
+
+    def is_database_away(self) -> bool:
+        """Tell whether the outbox's database takes no connection."""
+        self.close_unusable()
+        try:
+            connections[stash_alias()].ensure_connection()
         except (OperationalError, InterfaceError):
-            if connection.in_atomic_block:
-                raise
-            connection.close()  # a deadlock or a serialization failure needs none; there is no harm in it
-            call(alias)
-    except (OperationalError, InterfaceError) as error:
-        raise _NotWritten from error
+            return True
+        return False
 
 
-def _is_database_away() -> bool:
-    """Tell whether the outbox's database takes no connection."""
-    _close_unusable()
-    try:
-        connections[stash_alias()].ensure_connection()
-    except (OperationalError, InterfaceError):
-        return True
-    return False
+def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Tell whether a transaction is open: of `atomic`, of a BEGIN, or of autocommit that is off."""
+    info = getattr(connection.connection, "info", None)  # other databases than PostgreSQL tell less
+    return connection.in_atomic_block or getattr(info, "transaction_status", None) in _IN_TRANSACTION
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Clear the frames of an error's traceback, and of those behind it, which keep generators alive."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _call_and_commit(call: Callable[[str], None], alias: str) -> None:
+    call(alias)
+    connection = connections[alias]
+    if not connection.in_atomic_block and not connection.get_autocommit():
+        connection.commit()
 
 
 def _is_last(message: Message) -> bool:

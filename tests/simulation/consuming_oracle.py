@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outbox_core.consuming import ID_HEADER
-from outbox_queue import Message, QueueClosed, Reject
+from outbox_queue import Message, QueueClosed
 from outbox_queue.consuming.delivery import State
 from tests.simulation.brokers import COMMITTED, PLAIN
 from tests.simulation.scheduling import Process
@@ -48,6 +48,10 @@ class _Task:
     starts: int = 0
     kinds: set[str] = field(default_factory=set)  # of errors that its function raised
     successful_at: float | None = None
+
+
+def _kind(error: type[BaseException]) -> str:
+    return f"{error.__module__}.{error.__qualname__}"
 
 
 class Oracle:
@@ -177,11 +181,11 @@ class Oracle:
         """Note that the function of a task has ended."""
         call.has_left, call.raised = True, raised
         if raised is not None:
-            self.tasks[call.task].kinds.add(f"{type(raised).__module__}.{type(raised).__qualname__}")
+            self.tasks[call.task].kinds.add(_kind(type(raised)))
 
-    def refuses_value(self, call: Call) -> None:
-        """Note that the function returns what cannot be kept: that fails the task."""
-        self.tasks[call.task].kinds.add(f"{Reject.__module__}.{Reject.__qualname__}")
+    def fails_by(self, call: Call, error: type[Exception]) -> None:
+        """Note that the function returns, and what it returns, or leaves behind, fails the task with this error."""
+        self.tasks[call.task].kinds.add(_kind(error))
 
     def ended(self, call: Call, message: Message, error: Exception | None) -> None:
         """Note how the handler has ended: what it says is true in the database."""
@@ -198,7 +202,7 @@ class Oracle:
                 world.broken(f"task {call.task} was given back, and nothing kept its result from being written")
         elif error is None and not is_given_back and row["status"] != "SUCCESSFUL":
             world.broken(f"task {call.task} is reported as done, and its result is {row['status']}")
-        elif error is not None and call.raised is None and not is_closed and not (isinstance(error, Reject) and kinds):
+        elif error is not None and call.raised is None and not is_closed and _kind(type(error)) not in kinds:
             world.broken(f"task {call.task} has not failed, and its attempt has: {error!r}")
         is_last = message.max_attempts is not None and message.attempt >= message.max_attempts
         others = [other for other in self.tasks[call.task].calls if not other.outcome]

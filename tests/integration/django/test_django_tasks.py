@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.contrib.auth.models import Group
 from django.core.management import CommandError, call_command
 from django.db import OperationalError, connections, transaction
 from django.utils import timezone
@@ -34,7 +35,7 @@ from outbox_django.tasks.library import (
     task_started,
 )
 from outbox_django.tasks.models import Result
-from outbox_django.tasks.worker import TaskAborted, TaskRunner
+from outbox_django.tasks.worker import TaskAborted, TaskRunner, TransactionLeftOpen
 from outbox_queue import Reject
 from outbox_queue.consuming.delivery import Delivery, ReceivedMessage
 from outbox_queue.consuming.message import Message
@@ -364,7 +365,7 @@ def test_a_database_that_says_nothing_keeps_no_worker(monkeypatch, caplog, momen
     assert (result.status, result.worker_ids) == (TaskResultStatus.SUCCESSFUL, ["worker-1"])
 
 
-@pytest.mark.parametrize("name", ["killed", "closed", "autocommit off"])
+@pytest.mark.parametrize("name", ["killed", "closed"])
 def test_a_task_that_outlives_its_connection(name):
     """A task whose connection is lost meanwhile has succeeded all the same, at its only attempt."""
     result = sample_tasks.lose_connection.enqueue(name)
@@ -390,6 +391,15 @@ def test_a_connection_that_was_lost_between_two_tasks():
     _run(max_attempts=1, row=row)
     result.refresh()
     assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
+def test_a_deferred_task_on_a_connection_that_was_lost():
+    """It is stashed again over another connection, and costs no attempt."""
+    sample_tasks.noop.using(run_after=timezone.now() + timedelta(days=3)).enqueue()
+    row = Outbox.objects.latest("id")
+    sample_tasks.kill_backend()
+    _run(max_attempts=1, row=row)
+    assert Outbox.objects.count() == 2
 
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
@@ -423,6 +433,50 @@ def test_receivers_that_raise(finished):
             signal_.disconnect(refuse)
     result.refresh()
     assert (result.status, len(finished)) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
+@pytest.mark.parametrize("age", [0, None])
+@pytest.mark.parametrize("name", ["error", "cycle", "atomic", "begin", "autocommit"])
+def test_a_task_that_leaves_a_transaction_open(monkeypatch, name, age):
+    """The attempt has failed, nothing of it stays, and the next task of the thread commits what it writes."""
+    monkeypatch.setitem(connections["default"].settings_dict, "CONN_MAX_AGE", age)
+    left, next_one = sample_tasks.leave_open.enqueue(name), sample_tasks.make_group.enqueue("next")
+    first, second = Outbox.objects.order_by("id")
+    own = name in ("error", "cycle")
+    with pytest.raises(ValueError if own else TransactionLeftOpen, match="cannot handle" if own else "left open"):
+        _run(max_attempts=1, row=first)
+    assert not connections["default"].in_atomic_block
+    _run(max_attempts=1, row=second)
+    connections["default"].close()
+    assert set(Group.objects.values_list("name", flat=True)) == {"next", *([name] if own else [])}
+    left.refresh()
+    next_one.refresh()
+    assert (left.status, next_one.status) == (TaskResultStatus.FAILED, TaskResultStatus.SUCCESSFUL)
+    assert "a transaction of 'default' was left open" in left.errors[0].traceback
+
+
+def test_a_project_without_autocommit(monkeypatch):
+    """With AUTOCOMMIT off results are committed, and a task that does not commit what it writes has failed."""
+    result, deferred = sample_tasks.make_group.enqueue("never"), sample_tasks.noop
+    first = Outbox.objects.latest("id")
+    deferred.using(run_after=timezone.now() + timedelta(days=3)).enqueue()
+    second = Outbox.objects.latest("id")
+    noop = sample_tasks.noop.enqueue()
+    third = Outbox.objects.latest("id")
+    connections["default"].close()
+    monkeypatch.setitem(connections["default"].settings_dict, "AUTOCOMMIT", False)
+    try:
+        with pytest.raises(TransactionLeftOpen):
+            _run(max_attempts=1, row=first)
+        _run(max_attempts=1, row=second)
+        _run(max_attempts=1, row=third)
+    finally:
+        monkeypatch.undo()
+        connections["default"].close()
+    result.refresh()
+    noop.refresh()
+    assert (result.status, noop.status) == (TaskResultStatus.FAILED, TaskResultStatus.SUCCESSFUL)
+    assert (Group.objects.count(), Outbox.objects.count()) == (0, 4)
 
 
 def test_in_the_transaction_of_a_test():
