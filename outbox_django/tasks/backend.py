@@ -44,8 +44,9 @@ _services: dict[str, tuple[dict[str, Any], QueueService]] = {}
 class OutboxTaskBackend(BaseTaskBackend):
     """A backend whose tasks share the fate of the transaction that enqueues them.
 
-    OPTIONS has one key, `queue`: settings of `outbox_queue.QueueConfig`, of which `bootstrap_servers`, `message_topic`
-    and `marker_topic` are required. QUEUES are names of queues over these topics.
+    OPTIONS has the key `queue`: settings of `outbox_queue.QueueConfig`, of which `bootstrap_servers`, `message_topic`
+    and `marker_topic` are required; and maybe `modules`: names of modules and packages from which workers import tasks
+    besides those of installed applications. QUEUES are names of queues over these topics.
 
     Raises:
         InvalidConfig: at the first use, if OPTIONS are wrong; the system checks report it, too.
@@ -185,8 +186,11 @@ def _transaction(alias: str) -> AbstractContextManager[object]:
 
 def _make_service(alias: str, options: dict[str, Any]) -> QueueService:
     where = f"TASKS[{alias!r}]['OPTIONS']"
-    if unknown := options.keys() - {"queue"}:
-        raise InvalidConfig(f"{where}: {min(map(str, unknown))!r} is no option; there is 'queue'")
+    if unknown := options.keys() - {"queue", "modules"}:
+        raise InvalidConfig(f"{where}: {min(map(str, unknown))!r} is no option; there are 'queue' and 'modules'")
+    modules = options.get("modules", [])
+    if not isinstance(modules, list | tuple) or not all(isinstance(name, str) and name for name in modules):
+        raise InvalidConfig(f"{where}['modules']: expected a list of names of modules, got {modules!r:.200}")
     settings = options.get("queue")
     if not isinstance(settings, dict):
         raise InvalidConfig(

@@ -45,7 +45,8 @@ def read(result_id: str, alias: str) -> TaskResult[..., Any] | None:
     row = Result.objects.using(alias).filter(pk=result_id).first()
     if row is None:
         return None
-    task = import_task(row.task_path).using(queue_name=row.queue_name, run_after=row.run_after, backend=row.backend)
+    task = import_task(row.task_path, row.backend)
+    task = task.using(queue_name=row.queue_name, run_after=row.run_after, backend=row.backend)
     result: TaskResult[..., Any] = TaskResult(
         task=task,
         id=row.pk,

@@ -694,6 +694,7 @@ _MODULE = "tests.integration.django.sample_tasks"
         (b"{}", Reject),
         (json.dumps({**_JOB, "task": f"{_MODULE}.NOT_A_TASK"}), Reject),
         (json.dumps({**_JOB, "task": "subprocess.check_output", "args": ["id"]}), Reject),
+        (json.dumps({**_JOB, "task": "new_application.tasks.welcome"}), ImportError),
         (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "args": "text"}), Reject),
         (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "enqueued_at": "today"}), Reject),
         (json.dumps({**_JOB, "task": "unittest.__main__.main"}), Reject),
@@ -709,13 +710,34 @@ def test_messages_that_are_no_tasks(payload, raised):
 
 
 def test_a_message_imports_no_module_of_its_choice(tmp_path, monkeypatch):
-    """A message that names a module of no installed application is rejected, and the module is not run."""
+    """A module of no installed application is not run; a newer worker may have it, so its message comes again."""
     (tmp_path / "some_program.py").write_text("raise AssertionError('it was run')")
     monkeypatch.syspath_prepend(tmp_path)
     sample_tasks.noop.enqueue()
-    with pytest.raises(Reject, match=r"some_program\.main is no task of an installed application"):
+    with pytest.raises(ImportError, match=r"some_program\.main is no task of an installed application"):
         _run(payload=json.dumps({**_JOB, "task": "some_program.main"}).encode())
     assert "some_program" not in sys.modules
+
+
+def test_tasks_of_modules_outside_of_applications(tmp_path, monkeypatch, settings):
+    """OPTIONS["modules"] names modules whose tasks a worker imports, and packages with all that is in them."""
+    library = type(sample_tasks.noop).__module__.partition(".base")[0]
+    text = f"from {library} import task\n\n\n@task\ndef main():\n    raise LookupError('it was run')\n"
+    (tmp_path / "site_root").mkdir()
+    (tmp_path / "site_root" / "jobs.py").write_text(text)
+    (tmp_path / "site_root_of_another.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {**settings.TASKS["default"]["OPTIONS"], "modules": ["site_root"]}
+    settings.TASKS = {"default": {**settings.TASKS["default"], "OPTIONS": options}}
+    sample_tasks.noop.enqueue()
+    try:
+        with pytest.raises(LookupError, match="it was run"):
+            _run(payload=json.dumps({**_JOB, "task": "site_root.jobs.main"}).encode())
+        with pytest.raises(ImportError, match=r"TASKS\['default'\]\['OPTIONS'\]\['modules'\]"):
+            _run(payload=json.dumps({**_JOB, "task": "site_root_of_another.main"}).encode())
+    finally:
+        sys.modules.pop("site_root.jobs", None)
+        sys.modules.pop("site_root", None)
 
 
 @pytest.mark.parametrize("error", ["SystemExit(3)", "KeyboardInterrupt", "type('Own', (BaseException,), {})"])
@@ -739,7 +761,8 @@ def test_a_module_that_ends_programs_ends_no_worker(tmp_path, monkeypatch, setti
     [
         ({}, r"TASKS\['default'\]\['OPTIONS'\]\['queue'\]: expected a dict with bootstrap_servers"),
         ({"queue": {"bootstrap_servers": "b:1"}}, "message_topic, marker_topic missing"),
-        ({"queue": {}, "results": True}, "'results' is no option; there is 'queue'"),
+        ({"queue": {}, "results": True}, "'results' is no option; there are 'queue' and 'modules'"),
+        ({"queue": {}, "modules": "tasks"}, r"\['modules'\]: expected a list of names of modules, got 'tasks'"),
         (
             {"queue": {"bootstrap_servers": "b:1", "message_topic": "m", "marker_topic": "n", "max_attempts": 0}},
             "max_attempts",
