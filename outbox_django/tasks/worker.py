@@ -25,12 +25,13 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
-from django.db import DataError, InterfaceError, OperationalError, connections
+from django.db import DataError, InterfaceError, InternalError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
 from outbox_core.cli.signals import stop_on_signals
+from outbox_core.drivers import sqlstate
 from outbox_django.stashing import stash_alias
 from outbox_django.tasks.backend import OutboxTaskBackend
 from outbox_django.tasks.jobs import InvalidJob, Job, change
@@ -48,6 +49,10 @@ from outbox_queue import Message, Reject
 _EARLY = timedelta(seconds=1)  # clocks differ; what is due within it runs now
 _LONGEST_TRACEBACK = 20_000
 _LOOK_SECONDS = 1.0
+_PATIENCE_SECONDS = 5.0
+_AGAIN_SECONDS = 0.1
+_READ_ONLY = "25006"  # the server has become a standby, or refuses to write for another cause
+_UNABLE = (OperationalError, InterfaceError, InternalError)  # the last of a server that is read-only
 _IN_TRANSACTION = (1, 2, 3)  # a driver's transaction_status: ACTIVE, INTRANS, INERROR
 _OUTAGE_DELAY = timedelta(seconds=10)
 _OUTAGE_PAUSE_SECONDS = 1.0  # of a thread: it must not take message after message meanwhile
@@ -89,8 +94,8 @@ class TaskRunner:
             raise Reject(str(error)) from error
         except _NotWritten as error:
             self._give_back(message, f"its state cannot be written, and the attempt does not count: {error.__cause__}")
-        except (OperationalError, InterfaceError) as error:
-            if not used.is_database_away():
+        except _UNABLE as error:
+            if not used.is_database_away(error):
                 raise
             self._give_back(message, f"the database is away, and the attempt does not count: {error}")
         finally:
@@ -241,30 +246,39 @@ class _Connections:
             raise TransactionLeftOpen(f"the task has returned, but {left}")
 
     def on_a_working_one(self, call: Callable[[str], None]) -> None:
-        """Read or write the state of a task; once more on another connection, if the first attempt has broken its own.
+        """Read or write the state of a task; on other connections, for some seconds, if this one does not serve.
 
-        Raises _NotWritten if that fails, too.
+        Raises _NotWritten if none does: they may all be those of a pool, and lost, or of a server that is read-only.
         """
         alias = stash_alias()
-        try:
+        end = None
+        while True:
             try:
                 _call_and_commit(call, alias)
-            except (OperationalError, InterfaceError):
-                if alias in self._of_test:
-                    raise
+            except _UNABLE as error:
+                now = time.monotonic()
+                if alias in self._of_test or (end is not None and now >= end):
+                    raise _NotWritten from error
+                end = end or now + _PATIENCE_SECONDS  # counted from here: the first try may have hung
                 connections[alias].close()  # a deadlock or a serialization failure needs none; there is no harm in it
-                _call_and_commit(call, alias)
-        except (OperationalError, InterfaceError) as error:
-            raise _NotWritten from error
+                time.sleep(_AGAIN_SECONDS)
+            else:
+                return
 
-    def is_database_away(self) -> bool:
-        """Tell whether the outbox's database takes no connection."""
+    def is_database_away(self, error: Exception) -> bool:
+        """Tell whether the outbox's database takes no connection or, as it was read-only for the task, is so still."""
         self.close_unusable()
+        connection = connections[stash_alias()]
         try:
-            connections[stash_alias()].ensure_connection()
+            if sqlstate(error) != _READ_ONLY or connection.alias in self._of_test:
+                connection.ensure_connection()
+                return False
+            connection.close()  # it may lead to a server that is a standby by now
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_catalog.current_setting('transaction_read_only')")
+                return bool(cursor.fetchone() == ("on",))
         except (OperationalError, InterfaceError):
             return True
-        return False
 
 
 def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:

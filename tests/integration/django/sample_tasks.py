@@ -115,6 +115,8 @@ def lose_connection(name: str) -> str:
     """Succeed, or fail, although the connection is lost meanwhile."""
     if name == "closed":
         connections["default"].connection.close()
+    elif name == "read-only":
+        connections["default"].cursor().execute("SET default_transaction_read_only = on")
     else:
         kill_backend()
     if name == "fails":

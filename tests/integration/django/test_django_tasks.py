@@ -14,6 +14,7 @@ from http import HTTPStatus
 from io import StringIO
 from uuid import uuid4
 
+import psycopg
 import pytest
 from asgiref.sync import async_to_sync
 from django.contrib.auth.models import Group
@@ -393,6 +394,75 @@ def test_a_connection_that_was_lost_between_two_tasks():
     assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
 
 
+@pytest.mark.parametrize("moment", ["begin", "write"])
+def test_a_pool_whose_connections_were_all_lost(monkeypatch, moment):
+    """Several connections in turn that were lost while they were idle, in a pool, cost no attempt and no second run."""
+    result = sample_tasks.make_group.enqueue("once")
+    row = Outbox.objects.latest("id")
+    connection, original = connections["default"], getattr(results, moment)
+    connect, lost = connection.get_new_connection, []
+    given = connection.get_connection_params()
+    other = {name: given[name] for name in ("host", "port", "user", "password", "dbname") if name in given}
+
+    def take(parameters):
+        made = connect(parameters)
+        if len(lost) < 4:
+            lost.append(made.info.backend_pid)
+            with psycopg.connect(**other, autocommit=True) as killer:
+                killer.execute("SELECT pg_terminate_backend(%s, 5000)", [made.info.backend_pid])
+        return made
+
+    def begin_to_lose(*given):
+        monkeypatch.setattr(results, moment, original)
+        monkeypatch.setattr(connection, "get_new_connection", take)
+        connection.close()
+        return original(*given)
+
+    monkeypatch.setattr(results, moment, begin_to_lose)
+    _run(max_attempts=1, row=row)
+    result.refresh()
+    assert (result.status, result.attempts, len(lost), Group.objects.count()) == (TaskResultStatus.SUCCESSFUL, 1, 4, 1)
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_database_that_is_read_only(monkeypatch, settings, moment, has_table):
+    """A server that has become read-only takes no attempt, whether a task has begun before or not."""
+    for name in ("_OUTAGE_PAUSE_SECONDS", "_PATIENCE_SECONDS"):
+        monkeypatch.setattr(worker, name, 0.0)
+    if not has_table:
+        settings.INSTALLED_APPS = [name for name in settings.INSTALLED_APPS if name != "outbox_django.tasks"]
+    sample_tasks.make_group.enqueue("none")
+    row, acks, connection = Outbox.objects.latest("id"), _Acks(), connections["default"]
+    connection.close()
+
+    def refuse_writes(**_):
+        connection.close()
+        monkeypatch.setitem(connection.settings_dict, "OPTIONS", {"options": "-c default_transaction_read_only=on"})
+
+    if moment == "before":
+        refuse_writes()
+    else:
+        task_started.connect(refuse_writes)
+    try:
+        _run(max_attempts=1, row=row, acks=acks)
+    finally:
+        task_started.disconnect(refuse_writes)
+        monkeypatch.undo()
+        connection.close()
+    assert (acks.nacks, Group.objects.count()) == ([(10_000, False)], 0)
+
+
+def test_a_session_that_was_left_read_only(monkeypatch):
+    """The state of a task is written on another connection, if the task's own is read-only."""
+    monkeypatch.setitem(connections["default"].settings_dict, "CONN_MAX_AGE", None)
+    result = sample_tasks.lose_connection.enqueue("read-only")
+    _run(max_attempts=1)
+    connections["default"].close()
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
 def test_a_deferred_task_on_a_connection_that_was_lost():
     """It is stashed again over another connection, and costs no attempt."""
     sample_tasks.noop.using(run_after=timezone.now() + timedelta(days=3)).enqueue()
@@ -411,6 +481,7 @@ def test_a_state_that_cannot_be_written_counts_no_attempt(monkeypatch, moment):
         raise OperationalError("could not serialize access due to concurrent update")
 
     monkeypatch.setattr(results, moment, refuse)
+    monkeypatch.setattr(worker, "_PATIENCE_SECONDS", 0.0)
     sample_tasks.noop.enqueue()
     acks = _Acks()
     _run(max_attempts=1, acks=acks)
