@@ -32,6 +32,7 @@ from django.utils.crypto import get_random_string
 
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.drivers import sqlstate
+from outbox_core.errors import traceback_of
 from outbox_django.stashing import stash_alias
 from outbox_django.tasks.backend import OutboxTaskBackend
 from outbox_django.tasks.jobs import InvalidJob, Job, change
@@ -308,7 +309,7 @@ def _is_last(message: Message) -> bool:
 
 
 def _task_error(error: BaseException) -> TaskError:
-    text = "".join(traceback.format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    text = traceback_of(error).replace("\0", "\N{REPLACEMENT CHARACTER}")
     text = text.encode(errors="replace").decode()  # lone surrogates
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return TaskError(exception_class_path=kind, traceback=text[-_LONGEST_TRACEBACK:])

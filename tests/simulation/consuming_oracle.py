@@ -144,7 +144,7 @@ class Oracle:
         held_up = world.disturbances.seconds(call.process.name, since, world.scheduler.now)
         is_late = call.lasted > world.longest_seconds or held_up > _HELD_UP_SECONDS
         # One that is done may come again, as its end marker is late: it does not run again.
-        return call.outcome == "done" or call.raised is not None or is_lost or is_late
+        return call.outcome in ("done", "raised") or call.raised is not None or is_lost or is_late
 
     def started(self, call: Call) -> None:
         """Note that the function of a task starts: it is counted, and was not successful before."""
