@@ -7,8 +7,8 @@ shows data sources.
 from __future__ import annotations
 
 import inspect
-import traceback
 import logging
+import traceback
 
 __all__ = [
     "ClientExhausted",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 _APP = "outbox_django.tasks"
 _REQUIRED = ("bootstrap_servers", "message_topic", "marker_topic")
+
+_SHORTEST_STEP = timedelta(seconds=1)
 
 _known_tasks: dict[str, Task[..., Any]] = {}  # by path; for the system check
 # Django makes a backend for each thread, and each request under ASGI; the settings are validated once.
@@ -91,6 +94,11 @@ class OutboxTaskBackend(BaseTaskBackend):
             django.db.Error: of a failed statement.
         """
         self.validate_task(task)
+        if task.run_after is not None and self.service.config.max_delay < _SHORTEST_STEP:
+            raise InvalidConfig(
+                f"TASKS[{self.alias!r}]['OPTIONS']['queue']: max_delay must be 1s or more for tasks with run_after, "
+                "which are written again after each"
+            )
         positional, named = checked_arguments(task, args, kwargs, for_table=self.supports_get_result)
         result: TaskResult[Any, Any] = TaskResult(
             task=task,

@@ -27,12 +27,13 @@ from typing import Any
 
 from django.db import DataError, InterfaceError, InternalError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.dispatch import Signal
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.drivers import sqlstate
-from outbox_core.errors import traceback_of
+from outbox_core.errors import is_unfinished, traceback_of
 from outbox_django.stashing import stash_alias
 from outbox_django.tasks.backend import OutboxTaskBackend
 from outbox_django.tasks.jobs import InvalidJob, Job, change
@@ -161,12 +162,13 @@ class _Attempt:
     def run(self) -> None:
         """Run the task, and keep what became of it."""
         task, result = self._result.task, self._result
-        task_started.send_robust(sender=type(self._backend), task_result=result)  # Django logs what receivers raise
+        self._tell(task_started)
         context = (TaskContext(task_result=result),) if task.takes_context else ()
         self._used.end_transactions()  # of receivers
         try:
             value = task.call(*context, *result.args, **result.kwargs)
             self._used.refuse_open_transactions()
+            _refuse_unfinished(value)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -183,7 +185,8 @@ class _Attempt:
             kept = normalize_json(value) if self._keeps_result else value
             change(self._result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now(), _return_value=kept)
             self._write()
-        except (TypeError, ValueError, DataError) as error:  # PostgreSQL's JSON has no NaN, NUL or lone surrogate
+        except (TypeError, ValueError, RecursionError, DataError) as error:
+            # PostgreSQL's JSON has no NaN, NUL or lone surrogate, and none has what contains itself.
             change(self._result, _return_value=None)
             refusal = Reject(f"the task has run, but what it returned cannot be kept: {error}")
             self._failed(refusal)
@@ -201,7 +204,19 @@ class _Attempt:
             self._write()
 
     def _announce(self) -> None:
-        task_finished.send_robust(type(self._backend), task_result=self._result)
+        self._tell(task_finished)
+
+    def _tell(self, signal: Signal) -> None:
+        try:
+            signal.send_robust(sender=type(self._backend), task_result=self._result)  # Django logs what receivers raise
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit, say: it must not end the worker
+            _log.error(
+                "task %s: a receiver of a signal raised, and those behind it were not told\n%s",
+                self._result.id,
+                traceback_of(error),
+            )
 
     def _write(self) -> None:
         if self._keeps_result:
@@ -280,6 +295,12 @@ class _Connections:
                 return bool(cursor.fetchone() == ("on",))
         except (OperationalError, InterfaceError):
             return True
+
+
+def _refuse_unfinished(value: object) -> None:
+    """Refuse what a task returns that has only begun its work, and with which nobody goes on."""
+    if is_unfinished(value):
+        raise Reject(f"the task returned {type(value).__name__}, which is not awaited: the work is not done")
 
 
 def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:

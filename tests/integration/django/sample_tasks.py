@@ -180,6 +180,30 @@ def return_an_object() -> object:
 
 
 @task
+def return_itself() -> Any:
+    """Return what contains itself."""
+    node: dict[str, Any] = {}
+    node["parent"] = node
+    return node
+
+
+async def _nothing() -> None:
+    """Do nothing, in a coroutine."""
+
+
+@task
+def wrapped() -> Any:
+    """Return a coroutine, as a decorator around an async function does."""
+    return _nothing()
+
+
+@task
+def generate() -> Any:
+    """Yield, which begins nothing."""
+    yield 1
+
+
+@task
 def append_line(path: str, text: str, failures: int = 0) -> None:
     """Append a line to a file, and fail unless it is there more than `failures` times."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -660,6 +660,9 @@ def test_a_task_that_never_runs():
     [
         (sample_tasks.refuse, Reject, TaskResultStatus.FAILED),
         (sample_tasks.return_an_object, Reject, TaskResultStatus.FAILED),
+        (sample_tasks.return_itself, Reject, TaskResultStatus.FAILED),
+        (sample_tasks.wrapped, Reject, TaskResultStatus.FAILED),
+        (sample_tasks.generate, Reject, TaskResultStatus.FAILED),
         (sample_tasks.leave, TaskAborted, TaskResultStatus.READY),
     ],
 )
@@ -670,6 +673,53 @@ def test_tasks_that_end_in_other_ways(task, raised, status):
         _run()
     result.refresh()
     assert (result.status, len(result.errors)) == (status, 1)
+
+
+@pytest.mark.usefixtures("without_results")
+@pytest.mark.parametrize("task", [sample_tasks.wrapped, sample_tasks.generate])
+def test_a_task_that_was_only_begun(finished, task):
+    """A coroutine that nobody awaits, or a generator, has failed also where no value is kept."""
+    task.enqueue()
+    with pytest.raises(Reject, match="the work is not done"):
+        _run()
+    assert [result.status for result in finished] == [TaskResultStatus.FAILED]
+
+
+def test_receivers_that_end_programs(caplog):
+    """A receiver that raises no Exception changes nothing about a task; the log has it."""
+
+    def leave(**_):
+        sys.exit(3)
+
+    for signal_ in (task_started, task_finished):
+        signal_.connect(leave)
+    try:
+        result = sample_tasks.noop.enqueue()
+        _run(max_attempts=1)
+    finally:
+        for signal_ in (task_started, task_finished):
+            signal_.disconnect(leave)
+    result.refresh()
+    assert result.status == TaskResultStatus.SUCCESSFUL
+    assert len([line for line in caplog.messages if "a receiver of a signal raised" in line]) == 2
+
+
+def test_a_backend_with_another_alias():
+    """A task that was enqueued before its backend was renamed runs."""
+    sample_tasks.noop.enqueue()
+    Result.objects.update(backend="before")
+    _run()
+    assert Result.objects.get().status == "SUCCESSFUL"
+
+
+def test_deferring_needs_a_delay(settings):
+    """Tasks with run_after are refused where each delivery could only put them off for a moment."""
+    queue = {**settings.TASKS["default"]["OPTIONS"]["queue"], "max_delay": "0s"}
+    settings.TASKS = {"default": {**settings.TASKS["default"], "OPTIONS": {"queue": queue}}}
+    with pytest.raises(InvalidConfig, match="max_delay must be 1s or more"):
+        sample_tasks.noop.using(run_after=timezone.now() + timedelta(days=3)).enqueue()
+    sample_tasks.noop.enqueue()
+    assert Outbox.objects.count() == 1
 
 
 def test_the_context_counts_attempts():
