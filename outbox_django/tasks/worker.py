@@ -12,13 +12,11 @@ failed. A connection that was in a transaction before the message came is a test
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -34,6 +32,7 @@ from django.utils.crypto import get_random_string
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.drivers import sqlstate
 from outbox_core.errors import is_unfinished, traceback_of
+from outbox_django.databases import end_generators
 from outbox_django.stashing import stash_alias
 from outbox_django.tasks.backend import OutboxTaskBackend
 from outbox_django.tasks.jobs import InvalidJob, Job, change
@@ -247,8 +246,7 @@ class _Connections:
         if not left:
             return ""
         # A generator that holds an `atomic` block must end now: later it would end the block of another task.
-        _forget_locals(error)
-        gc.collect()
+        end_generators(error)
         for connection in self._ours():
             if _is_in_transaction(connection):
                 with suppress(Exception):
@@ -307,15 +305,6 @@ def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
     """Tell whether a transaction is open: of `atomic`, of a BEGIN, or of autocommit that is off."""
     info = getattr(connection.connection, "info", None)  # other databases than PostgreSQL tell less
     return connection.in_atomic_block or getattr(info, "transaction_status", None) in _IN_TRANSACTION
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Clear the frames of an error's traceback, and of those behind it, which keep generators alive."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _call_and_commit(call: Callable[[str], None], alias: str) -> None:
