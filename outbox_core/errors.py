@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 
 __all__ = [
     "ClientExhausted",
@@ -199,6 +200,15 @@ class UnsafeConsumer(OutboxError):
 
 class MissingExtra(OutboxError):
     """An optional part of the package is needed and not installed."""
+
+
+def traceback_of(error: BaseException) -> str:
+    """Format an error with its traceback; without that if Python cannot, as for a SyntaxError whose line is bytes."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        return f"Traceback (most recent call last):\n{frames}{type(error).__name__}: its text cannot be formatted\n"
 
 
 def is_unfinished(result: object) -> bool:

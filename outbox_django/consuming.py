@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from django.db import transaction
-
 from outbox_core.errors import MissingExtra, OutboxError
-from outbox_django.databases import postgres_connection
+from outbox_django.databases import postgres_connection, whole_atomic
 from outbox_django.inbox import InboxTable, configured_inbox
 
 if TYPE_CHECKING:
@@ -69,7 +67,7 @@ def consume(
         if connection.settings_dict["CONN_MAX_AGE"] != 0 and not connection.in_atomic_block:  # which is a test's
             connection.close_if_unusable_or_obsolete()
         # The offset is committed behind this block: nothing around it may roll the block back.
-        with transaction.atomic(using=alias, durable=True):
+        with whole_atomic(alias, durable=True):
             if not connection.commit_on_exit:
                 raise OutboxError(f"autocommit is off on database {alias!r}: consume could commit no record")
             yield

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from django.apps import apps
-from django.db import DEFAULT_DB_ALIAS, connections, router
+from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 
-from outbox_core.errors import InvalidConfig, OutboxTableError, TransactionRequired
+from outbox_core.errors import AcceptanceLost, InvalidConfig, OutboxTableError, TransactionRequired
 from outbox_core.schema import TableName
 from outbox_core.watched_calls import SHORT_SECONDS, watched
 from outbox_django.settings import outbox_settings
@@ -94,6 +96,44 @@ def bounded(alias: str, purpose: str) -> Iterator[None]:
     connection.ensure_connection()
     with watched(connection, SHORT_SECONDS, purpose):
         yield
+
+
+@contextmanager
+def whole_atomic(alias: str, *, durable: bool = False) -> Iterator[BaseDatabaseWrapper]:
+    """Run a block in a transaction of its own, or a savepoint, which also ends with it if inner blocks were left open.
+
+    Django would end the last of those instead, and neither commit nor roll back. Raises AcceptanceLost if there are.
+    """
+    with transaction.atomic(using=alias, durable=durable):
+        connection = connections[alias]
+        depth = len(connection.atomic_blocks)
+        try:
+            yield connection
+            _refuse_inner_blocks(connection, depth)
+        except BaseException as error:
+            if len(connection.atomic_blocks) > depth:
+                end_generators(error)
+            while len(connection.atomic_blocks) > depth:
+                connection.atomic_blocks[-1].__exit__(type(error), error, None)
+            raise
+
+
+def _refuse_inner_blocks(connection: BaseDatabaseWrapper, depth: int) -> None:
+    if len(connection.atomic_blocks) > depth:
+        raise AcceptanceLost(
+            f"the handler has left an `atomic` block of database {connection.alias!r} open, maybe in a generator: end "
+            "it, so that its savepoint is released, before the handler returns"
+        )
+
+
+def end_generators(error: BaseException | None) -> None:
+    """End generators that an error's traceback keeps alive, or garbage: one inside `atomic` may end another's block."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
 
 
 def _refuse_pooler_of_transactions(connection: BaseDatabaseWrapper) -> None:

@@ -18,6 +18,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from outbox_core.errors import InvalidMessageId
 from outbox_core.inbox import is_refusal, request_key
+from outbox_django.databases import whole_atomic
 from outbox_django.inbox import InboxTable, configured_inbox
 
 View = TypeVar("View", bound=Callable[..., HttpResponseBase])
@@ -56,7 +57,7 @@ def idempotent(
                 return JsonResponse({"error": str(error)}, status=400)
             table = inbox or configured_inbox()
             alias = table.alias(using)
-            with transaction.atomic(using=alias):
+            with whole_atomic(alias):
                 if key is None:
                     is_new, confirm = True, table.confirm_begun
                     table.begin(using=alias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _APP = "outbox_django.tasks"
 _REQUIRED = ("bootstrap_servers", "message_topic", "marker_topic")
 
+_SHORTEST_STEP = timedelta(seconds=1)
+
 _known_tasks: dict[str, Task[..., Any]] = {}  # by path; for the system check
 # Django makes a backend for each thread, and each request under ASGI; the settings are validated once.
 _services: dict[str, tuple[dict[str, Any], QueueService]] = {}
@@ -44,8 +47,9 @@ _services: dict[str, tuple[dict[str, Any], QueueService]] = {}
 class OutboxTaskBackend(BaseTaskBackend):
     """A backend whose tasks share the fate of the transaction that enqueues them.
 
-    OPTIONS has one key, `queue`: settings of `outbox_queue.QueueConfig`, of which `bootstrap_servers`, `message_topic`
-    and `marker_topic` are required. QUEUES are names of queues over these topics.
+    OPTIONS has the key `queue`: settings of `outbox_queue.QueueConfig`, of which `bootstrap_servers`, `message_topic`
+    and `marker_topic` are required; and maybe `modules`: names of modules and packages from which workers import tasks
+    besides those of installed applications. QUEUES are names of queues over these topics.
 
     Raises:
         InvalidConfig: at the first use, if OPTIONS are wrong; the system checks report it, too.
@@ -90,6 +94,11 @@ class OutboxTaskBackend(BaseTaskBackend):
             django.db.Error: of a failed statement.
         """
         self.validate_task(task)
+        if task.run_after is not None and self.service.config.max_delay < _SHORTEST_STEP:
+            raise InvalidConfig(
+                f"TASKS[{self.alias!r}]['OPTIONS']['queue']: max_delay must be 1s or more for tasks with run_after, "
+                "which are written again after each"
+            )
         positional, named = checked_arguments(task, args, kwargs, for_table=self.supports_get_result)
         result: TaskResult[Any, Any] = TaskResult(
             task=task,
@@ -185,8 +194,11 @@ def _transaction(alias: str) -> AbstractContextManager[object]:
 
 def _make_service(alias: str, options: dict[str, Any]) -> QueueService:
     where = f"TASKS[{alias!r}]['OPTIONS']"
-    if unknown := options.keys() - {"queue"}:
-        raise InvalidConfig(f"{where}: {min(map(str, unknown))!r} is no option; there is 'queue'")
+    if unknown := options.keys() - {"queue", "modules"}:
+        raise InvalidConfig(f"{where}: {min(map(str, unknown))!r} is no option; there are 'queue' and 'modules'")
+    modules = options.get("modules", [])
+    if not isinstance(modules, list | tuple) or not all(isinstance(name, str) and name for name in modules):
+        raise InvalidConfig(f"{where}['modules']: expected a list of names of modules, got {modules!r:.200}")
     settings = options.get("queue")
     if not isinstance(settings, dict):
         raise InvalidConfig(

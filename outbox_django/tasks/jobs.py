@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
@@ -12,7 +13,7 @@ from django.apps import apps
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from outbox_django.tasks.library import Task, TaskResult, TaskResultStatus
+from outbox_django.tasks.library import Task, TaskResult, TaskResultStatus, task_backends
 
 
 class InvalidJob(ValueError):
@@ -89,7 +90,7 @@ class Job:
             InvalidJob: if the path names something that is no task.
             ImportError: if there is nothing at the path: this code may be older than the one that enqueued it.
         """
-        task = import_task(self.task).using(
+        task = import_task(self.task, backend).using(
             queue_name=queue_name,
             backend=backend,
             run_after=None if self.run_after is None else datetime.fromisoformat(self.run_after),
@@ -110,19 +111,23 @@ class Job:
         )
 
 
-def import_task(path: str) -> Task[..., Any]:
+def import_task(path: str, backend: str) -> Task[..., Any]:
     """Return the task at a path; InvalidJob if it can be none, ImportError if nothing is there, in this code at least.
 
     Writers of the message topic may name any module, and what is imported is run. So only modules of installed
-    applications are, unless this process has imported them anyhow.
+    applications are, and those that OPTIONS["modules"] of the backend name, unless this process has imported them
+    anyhow. Others are not there: a newer worker may know them.
     """
     module, _, name = path.rpartition(".")
     if "__main__" in path.split("."):
         raise InvalidJob(f"{path} is in a program, not a task")
     found = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if found is None:
-        if not any(f"{module}.".startswith(f"{config.name}.") for config in apps.get_app_configs()):
-            raise InvalidJob(f"{path} is no task of an installed application, and this process has not imported it")
+        if not any(f"{module}.".startswith(f"{known}.") for known in _known_modules(backend)):
+            raise ImportError(
+                f"{path} is no task of an installed application, nor of a module that "
+                f"TASKS[{backend!r}]['OPTIONS']['modules'] names, and this process has not imported it"
+            )
         try:
             found = import_string(path)
         except Exception:
@@ -132,6 +137,11 @@ def import_task(path: str) -> Task[..., Any]:
     if not isinstance(found, Task):
         raise InvalidJob(f"{path} is a {type(found).__name__}, not a task")
     return found
+
+
+def _known_modules(backend: str) -> Iterator[str]:
+    yield from (config.name for config in apps.get_app_configs())
+    yield from task_backends.settings.get(backend, {}).get("OPTIONS", {}).get("modules", ())
 
 
 def change(result: TaskResult[..., Any], **values: Any) -> None:

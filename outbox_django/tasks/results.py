@@ -45,7 +45,8 @@ def read(result_id: str, alias: str) -> TaskResult[..., Any] | None:
     row = Result.objects.using(alias).filter(pk=result_id).first()
     if row is None:
         return None
-    task = import_task(row.task_path).using(queue_name=row.queue_name, run_after=row.run_after, backend=row.backend)
+    task = import_task(row.task_path, row.backend)
+    task = task.using(queue_name=row.queue_name, run_after=row.run_after, backend=row.backend)
     result: TaskResult[..., Any] = TaskResult(
         task=task,
         id=row.pk,
@@ -95,10 +96,13 @@ def begin(result: TaskResult[..., Any], worker_id: str, at: datetime, alias: str
 
 
 def _refuse_another(row: Result, result: TaskResult[..., Any]) -> None:
-    """Refuse a message with the id of another task, whose result it would write, and keep it from running."""
+    """Refuse a message with the id of another task, whose result it would write, and keep it from running.
+
+    The backend may have got another alias since.
+    """
     task = result.task
     told, given = [list(result.args), dict(result.kwargs)], [row.args, row.kwargs]
-    is_same = (row.task_path, row.queue_name, row.backend) == (task.module_path, task.queue_name, result.backend)
+    is_same = (row.task_path, row.queue_name) == (task.module_path, task.queue_name)
     if not is_same or (given != told and _exact(given) != _exact(told)):
         raise InvalidJob(f"the result {row.pk} belongs to another task, {row.task_path}, or to other arguments of it")
 

@@ -6,7 +6,8 @@ task runs at least once; with a table of results, one that was successful does n
 
 What fails while the database is away does not count, nor what fails before the task has begun or after it has ended:
 the message comes again with the same attempt. The state of a task is written on a connection that works, whatever
-became of the one that the task has used. A connection in the transaction of a test is left alone.
+became of the one that the task has used. A transaction that the task leaves open ends before that, and the attempt has
+failed. A connection that was in a transaction before the message came is a test's, and left alone.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ import os
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
-from django.db import DataError, InterfaceError, OperationalError, connections
+from django.db import DataError, InterfaceError, InternalError, OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.dispatch import Signal
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
 from outbox_core.cli.signals import stop_on_signals
+from outbox_core.drivers import sqlstate
+from outbox_core.errors import is_unfinished, traceback_of
+from outbox_django.databases import end_generators
 from outbox_django.stashing import stash_alias
 from outbox_django.tasks.backend import OutboxTaskBackend
 from outbox_django.tasks.jobs import InvalidJob, Job, change
@@ -45,6 +50,11 @@ from outbox_queue import Message, Reject
 _EARLY = timedelta(seconds=1)  # clocks differ; what is due within it runs now
 _LONGEST_TRACEBACK = 20_000
 _LOOK_SECONDS = 1.0
+_PATIENCE_SECONDS = 5.0
+_AGAIN_SECONDS = 0.1
+_READ_ONLY = "25006"  # the server has become a standby, or refuses to write for another cause
+_UNABLE = (OperationalError, InterfaceError, InternalError)  # the last of a server that is read-only
+_IN_TRANSACTION = (1, 2, 3)  # a driver's transaction_status: ACTIVE, INTRANS, INERROR
 _OUTAGE_DELAY = timedelta(seconds=10)
 _OUTAGE_PAUSE_SECONDS = 1.0  # of a thread: it must not take message after message meanwhile
 
@@ -57,6 +67,10 @@ class _NotWritten(Exception):
 
 class TaskAborted(Exception):
     """A task raised what would have ended its worker, SystemExit for example."""
+
+
+class TransactionLeftOpen(Exception):
+    """A task returned inside a transaction, which was rolled back."""
 
 
 class TaskRunner:
@@ -73,19 +87,21 @@ class TaskRunner:
             Reject: if it can never be run, or raised that itself.
             Exception: what the task raised.
         """
-        _close_unusable()
+        used = _Connections()
+        used.close_unusable()
         try:
-            self._handle(message)
+            self._handle(message, used)
         except InvalidJob as error:
             raise Reject(str(error)) from error
         except _NotWritten as error:
             self._give_back(message, f"its state cannot be written, and the attempt does not count: {error.__cause__}")
-        except (OperationalError, InterfaceError) as error:
-            if not _is_database_away():
+        except _UNABLE as error:
+            if not used.is_database_away(error):
                 raise
             self._give_back(message, f"the database is away, and the attempt does not count: {error}")
         finally:
-            _close_unusable()
+            used.end_transactions()
+            used.close_unusable()
 
     def _give_back(self, message: Message, why: str) -> None:
         _log.warning("%r: %s", message, why)
@@ -93,10 +109,11 @@ class TaskRunner:
         message.nack(min(_OUTAGE_DELAY, longest), counts=False)
         time.sleep(_OUTAGE_PAUSE_SECONDS)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message, used: _Connections) -> None:
         job = Job.decode(message.payload)
         if job.wait > _EARLY:
-            self._backend.stash(job, message.queue)  # it has to wait longer than a message can be delayed
+            # It has to wait longer than a message can be delayed.
+            used.on_a_working_one(lambda _: self._backend.stash(job, message.queue))
             return
         try:
             result = job.result(message.queue, self._backend.alias)
@@ -105,9 +122,9 @@ class TaskRunner:
                 from outbox_django.tasks import results
 
                 told = _task_error(error)
-                _on_a_working_connection(lambda alias: results.give_up(job, told, alias))
+                used.on_a_working_one(lambda alias: results.give_up(job, told, alias))
             raise
-        attempt = _Attempt(result, message, self._backend)
+        attempt = _Attempt(result, message, self._backend, used)
         if attempt.begin(self.worker_id):
             attempt.run()
 
@@ -115,8 +132,11 @@ class TaskRunner:
 class _Attempt:
     """One attempt to run a task. Without a table of results, the result is for the task's context and signals alone."""
 
-    def __init__(self, result: TaskResult[..., Any], message: Message, backend: OutboxTaskBackend) -> None:
+    def __init__(
+        self, result: TaskResult[..., Any], message: Message, backend: OutboxTaskBackend, used: _Connections
+    ) -> None:
         self._result = result
+        self._used = used
         self._message = message
         self._backend = backend
         self._keeps_result = backend.supports_get_result
@@ -132,7 +152,7 @@ class _Attempt:
         from outbox_django.tasks import results
 
         at = timezone.now()
-        _on_a_working_connection(lambda alias: results.begin(self._result, worker_id, at, alias))
+        self._used.on_a_working_one(lambda alias: results.begin(self._result, worker_id, at, alias))
         if self._result.status == TaskResultStatus.SUCCESSFUL:
             _log.info("task %s was successful before, and does not run again", self._result.id)
             return False
@@ -141,13 +161,18 @@ class _Attempt:
     def run(self) -> None:
         """Run the task, and keep what became of it."""
         task, result = self._result.task, self._result
-        task_started.send_robust(sender=type(self._backend), task_result=result)  # Django logs what receivers raise
+        self._tell(task_started)
         context = (TaskContext(task_result=result),) if task.takes_context else ()
+        self._used.end_transactions()  # of receivers
         try:
             value = task.call(*context, *result.args, **result.kwargs)
+            self._used.refuse_open_transactions()
+            _refuse_unfinished(value)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            if left := self._used.end_transactions(error):
+                error.add_note(f"And {left}.")
             self._failed(error)
             if isinstance(error, Exception):
                 raise
@@ -159,7 +184,8 @@ class _Attempt:
             kept = normalize_json(value) if self._keeps_result else value
             change(self._result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now(), _return_value=kept)
             self._write()
-        except (TypeError, ValueError, DataError) as error:  # PostgreSQL's JSON has no NaN, NUL or lone surrogate
+        except (TypeError, ValueError, RecursionError, DataError) as error:
+            # PostgreSQL's JSON has no NaN, NUL or lone surrogate, and none has what contains itself.
             change(self._result, _return_value=None)
             refusal = Reject(f"the task has run, but what it returned cannot be kept: {error}")
             self._failed(refusal)
@@ -177,50 +203,115 @@ class _Attempt:
             self._write()
 
     def _announce(self) -> None:
-        task_finished.send_robust(type(self._backend), task_result=self._result)
+        self._tell(task_finished)
+
+    def _tell(self, signal: Signal) -> None:
+        try:
+            signal.send_robust(sender=type(self._backend), task_result=self._result)  # Django logs what receivers raise
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit, say: it must not end the worker
+            _log.error(
+                "task %s: a receiver of a signal raised, and those behind it were not told\n%s",
+                self._result.id,
+                traceback_of(error),
+            )
 
     def _write(self) -> None:
         if self._keeps_result:
             from outbox_django.tasks import results
 
-            _close_unusable()  # which the task may have left broken, or with autocommit off
-            _on_a_working_connection(lambda alias: results.write(self._result, alias))
+            self._used.end_transactions()
+            self._used.close_unusable()  # which the task may have left broken
+            self._used.on_a_working_one(lambda alias: results.write(self._result, alias))
 
 
-def _close_unusable() -> None:
-    """Close connections that are broken or too old, as between requests; one in a transaction is a test's."""
-    for connection in connections.all(initialized_only=True):
-        if not connection.in_atomic_block:
+class _Connections:
+    """The connections of this thread, while it handles one message, but those of a test around it."""
+
+    def __init__(self) -> None:
+        self._of_test = {each.alias for each in connections.all(initialized_only=True) if each.in_atomic_block}
+
+    def _ours(self) -> list[BaseDatabaseWrapper]:
+        return [each for each in connections.all(initialized_only=True) if each.alias not in self._of_test]
+
+    def close_unusable(self) -> None:
+        """Close connections that are broken or too old, as between requests."""
+        for connection in self._ours():
             connection.close_if_unusable_or_obsolete()
 
+    def end_transactions(self, error: BaseException | None = None) -> str:
+        """Roll back what was left open, by a generator in the traceback of an error, say; return a clause about it."""
+        left = [each.alias for each in self._ours() if _is_in_transaction(each)]
+        if not left:
+            return ""
+        # A generator that holds an `atomic` block must end now: later it would end the block of another task.
+        end_generators(error)
+        for connection in self._ours():
+            if _is_in_transaction(connection):
+                with suppress(Exception):
+                    connection.close()
+                del connections[connection.alias]  # with the state of its blocks
+        return f"a transaction of {', '.join(map(repr, left))} was left open, and was rolled back"
 
-def _on_a_working_connection(call: Callable[[str], None]) -> None:
-    """Read or write the state of a task; once more on another connection, if the first attempt has broken its own.
+    def refuse_open_transactions(self) -> None:
+        """Raise TransactionLeftOpen if one was left open, which ends."""
+        if left := self.end_transactions():
+            raise TransactionLeftOpen(f"the task has returned, but {left}")
 
-    Raises _NotWritten if that fails, too.
-    """
-    alias = stash_alias()
-    connection = connections[alias]
-    try:
+    def on_a_working_one(self, call: Callable[[str], None]) -> None:
+        """Read or write the state of a task; on other connections, for some seconds, if this one does not serve.
+
+        Raises _NotWritten if none does: they may all be those of a pool, and lost, or of a server that is read-only.
+        """
+        alias = stash_alias()
+        end = None
+        while True:
+            try:
+                _call_and_commit(call, alias)
+            except _UNABLE as error:
+                now = time.monotonic()
+                if alias in self._of_test or (end is not None and now >= end):
+                    raise _NotWritten from error
+                end = end or now + _PATIENCE_SECONDS  # counted from here: the first try may have hung
+                connections[alias].close()  # a deadlock or a serialization failure needs none; there is no harm in it
+                time.sleep(_AGAIN_SECONDS)
+            else:
+                return
+
+    def is_database_away(self, error: Exception) -> bool:
+        """Tell whether the outbox's database takes no connection or, as it was read-only for the task, is so still."""
+        self.close_unusable()
+        connection = connections[stash_alias()]
         try:
-            call(alias)
+            if sqlstate(error) != _READ_ONLY or connection.alias in self._of_test:
+                connection.ensure_connection()
+                return False
+            connection.close()  # it may lead to a server that is a standby by now
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_catalog.current_setting('transaction_read_only')")
+                return bool(cursor.fetchone() == ("on",))
         except (OperationalError, InterfaceError):
-            if connection.in_atomic_block:
-                raise
-            connection.close()  # a deadlock or a serialization failure needs none; there is no harm in it
-            call(alias)
-    except (OperationalError, InterfaceError) as error:
-        raise _NotWritten from error
+            return True
 
 
-def _is_database_away() -> bool:
-    """Tell whether the outbox's database takes no connection."""
-    _close_unusable()
-    try:
-        connections[stash_alias()].ensure_connection()
-    except (OperationalError, InterfaceError):
-        return True
-    return False
+def _refuse_unfinished(value: object) -> None:
+    """Refuse what a task returns that has only begun its work, and with which nobody goes on."""
+    if is_unfinished(value):
+        raise Reject(f"the task returned {type(value).__name__}, which is not awaited: the work is not done")
+
+
+def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Tell whether a transaction is open: of `atomic`, of a BEGIN, or of autocommit that is off."""
+    info = getattr(connection.connection, "info", None)  # other databases than PostgreSQL tell less
+    return connection.in_atomic_block or getattr(info, "transaction_status", None) in _IN_TRANSACTION
+
+
+def _call_and_commit(call: Callable[[str], None], alias: str) -> None:
+    call(alias)
+    connection = connections[alias]
+    if not connection.in_atomic_block and not connection.get_autocommit():
+        connection.commit()
 
 
 def _is_last(message: Message) -> bool:
@@ -228,7 +319,7 @@ def _is_last(message: Message) -> bool:
 
 
 def _task_error(error: BaseException) -> TaskError:
-    text = "".join(traceback.format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    text = traceback_of(error).replace("\0", "\N{REPLACEMENT CHARACTER}")
     text = text.encode(errors="replace").decode()  # lone surrogates
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return TaskError(exception_class_path=kind, traceback=text[-_LONGEST_TRACEBACK:])

@@ -7,13 +7,12 @@ import inspect
 import logging
 import random
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 
 from outbox_core.cli.signals import stop_on_signals
-from outbox_core.errors import is_unfinished
+from outbox_core.errors import is_unfinished, traceback_of
 from outbox_core.plain import plain
 from outbox_queue.consuming.consumer import Consumer
 from outbox_queue.consuming.message import Message
@@ -81,7 +80,9 @@ class HandlerCall:
             message.nack(delay=self._retry_delay(message, error), reason=f"{type(error).__name__}: {_text(error)}")
         except (QueueClosed, MessageSettled):
             raise
-        except Exception as problem:  # of `retry_delay`, too
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:  # of `retry_delay`, too
             _log.warning("%r: not given back, and redelivered after its timeout\n%s", message, _trace(problem))
             message.interrupt()
 
@@ -137,9 +138,9 @@ class Worker:
             self._stopping.set()
 
 
-def _trace(error: Exception) -> str:
+def _trace(error: BaseException) -> str:
     """Format a traceback; some formatters of logs fail where the error's own text does."""
-    return "".join(traceback.format_exception(error)).rstrip()
+    return traceback_of(error).rstrip()
 
 
 def check_handler(handler: object) -> None:
@@ -157,11 +158,15 @@ def check_handler(handler: object) -> None:
 
 
 def call_handler(handler: Handler, message: Message) -> None:
-    """Call a handler; raise QueueError for one that was only begun, or cancelled in an event loop of its own."""
+    """Call a handler; raise QueueError for one that was only begun, or raised what is no Exception."""
     try:
         result = handler(message)
-    except asyncio.CancelledError as error:  # no Exception: it would end the worker
+    except (Exception, KeyboardInterrupt):
+        raise
+    except asyncio.CancelledError as error:  # in an event loop of its own
         raise QueueError("the handler was cancelled") from error
+    except BaseException as error:  # SystemExit, a panic of an extension in Rust: it must not end worker after worker
+        raise QueueError(f"the handler raised {type(error).__name__}: {_text(error)}") from error
     if is_unfinished(result):
         raise QueueError(f"the handler returned {type(result).__name__}, which is not awaited: the work is not done")
 

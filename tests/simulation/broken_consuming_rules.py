@@ -19,9 +19,8 @@ from outbox_core.inbox import Inbox, confirming
 from outbox_queue import Message
 from outbox_queue.consuming import worker as queue_worker
 from tests.simulation import consuming_simulation
-from tests.simulation.consuming_django import connections
 
-from outbox_django.tasks import results, worker  # isort: skip  after `consuming_django`, which sets Django up
+from outbox_django.tasks import results, worker  # isort: skip  after `consuming_simulation`, which sets Django up
 from outbox_django.tasks.models import Result  # isort: skip
 
 _original_accept = Inbox.accept
@@ -87,12 +86,14 @@ def _give_back_and_count(self: Any, message: Message, why: str) -> None:
     message.nack(timedelta(seconds=1), why[:200])
 
 
-def _once_on_any_connection(call: Callable[[str], None]) -> None:
+def _once_on_any_connection(self: Any, call: Callable[[str], None]) -> None:
+    del self
     call(worker.stash_alias())
 
 
-def _again_on_any_connection(call: Callable[[str], None]) -> None:
+def _again_on_any_connection(self: Any, call: Callable[[str], None]) -> None:
     """Try twice, on the connection as it is."""
+    del self
     try:
         with suppress(OperationalError):
             call(worker.stash_alias())
@@ -110,7 +111,7 @@ def _write_carelessly(self: Any) -> None:
 
 def _write_on_what_is_left(self: Any) -> None:
     """Write on the connection that the task has left, if it answers."""
-    worker._on_a_working_connection(lambda alias: results.write(self._result, alias))
+    self._used.on_a_working_one(lambda alias: results.write(self._result, alias))
 
 
 def _update_all(result: Any, alias: str, values: Any) -> None:
@@ -131,9 +132,8 @@ def _begin_anew(result: Any, worker_id: str, at: datetime, alias: str) -> None:
     _original_begin(result, worker_id, at + timedelta(microseconds=next(_beginnings)), alias)
 
 
-def _close_nothing() -> None:
-    for connection in connections.all(initialized_only=True):
-        del connection
+def _close_nothing(self: Any) -> None:
+    del self
 
 
 class _Sends:
@@ -155,12 +155,14 @@ CONSUMER_RULES: dict[str, tuple[Double, ...]] = {
     "acceptance and work are one transaction": ((Inbox, "accept", _accept_at_once), _NO_CONFIRMATION),
     "a message is finished behind its handler": ((queue_worker.HandlerCall, "__call__", _acknowledge_first),),
     "what never began is no attempt": ((worker.TaskRunner, "_give_back", _give_back_and_count),),
-    "a broken connection is no failure of a task": ((worker, "_on_a_working_connection", _once_on_any_connection),),
-    "a broken connection is replaced": (
-        (worker, "_close_unusable", _close_nothing),
-        (worker, "_on_a_working_connection", _again_on_any_connection),
+    "a broken connection is no failure of a task": (
+        (worker._Connections, "on_a_working_one", _once_on_any_connection),
     ),
-    "a second try has a connection of its own": ((worker, "_on_a_working_connection", _again_on_any_connection),),
+    "a broken connection is replaced": (
+        (worker._Connections, "close_unusable", _close_nothing),
+        (worker._Connections, "on_a_working_one", _again_on_any_connection),
+    ),
+    "a second try has a connection of its own": ((worker._Connections, "on_a_working_one", _again_on_any_connection),),
     "an outcome is written on a connection of its own": ((worker._Attempt, "_write", _write_on_what_is_left),),
     "an outcome that is not written is told": ((worker._Attempt, "_write", _write_carelessly),),
     "a receiver's error is not the task's": (

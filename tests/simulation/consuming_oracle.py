@@ -10,7 +10,7 @@ from typing import Any
 from django.db import InterfaceError, OperationalError
 
 from outbox_core.consuming import ID_HEADER
-from outbox_queue import Message, QueueClosed, Reject
+from outbox_queue import Message, QueueClosed
 from outbox_queue.consuming.delivery import State
 from outbox_queue.protocol import markers as wire
 from tests.simulation.brokers import COMMITTED, PLAIN
@@ -52,6 +52,10 @@ class _Task:
     starts: int = 0
     kinds: set[str] = field(default_factory=set)  # of errors that its function raised
     successful_at: float | None = None
+
+
+def _kind(error: type[BaseException]) -> str:
+    return f"{error.__module__}.{error.__qualname__}"
 
 
 class Oracle:
@@ -155,7 +159,7 @@ class Oracle:
         held_up = world.disturbances.seconds(call.process.name, since, world.scheduler.now)
         is_late = call.lasted > world.longest_seconds or held_up > _HELD_UP_SECONDS
         # One that is done may come again, as its end marker is late: it does not run again.
-        return call.outcome == "done" or call.raised is not None or is_lost or is_late
+        return call.outcome in ("done", "raised") or call.raised is not None or is_lost or is_late
 
     def started(self, call: Call) -> None:
         """Note that the function of a task starts: it is counted, and was not successful before."""
@@ -192,11 +196,11 @@ class Oracle:
         """Note that the function of a task has ended."""
         call.has_left, call.raised = True, raised
         if raised is not None:
-            self.tasks[call.task].kinds.add(f"{type(raised).__module__}.{type(raised).__qualname__}")
+            self.tasks[call.task].kinds.add(_kind(type(raised)))
 
-    def refuses_value(self, call: Call) -> None:
-        """Note that the function returns what cannot be kept: that fails the task."""
-        self.tasks[call.task].kinds.add(f"{Reject.__module__}.{Reject.__qualname__}")
+    def fails_by(self, call: Call, error: type[Exception]) -> None:
+        """Note that the function returns, and what it returns, or leaves behind, fails the task with this error."""
+        self.tasks[call.task].kinds.add(_kind(error))
 
     def ended(self, call: Call, message: Message, error: Exception | None) -> None:
         """Note how the handler has ended: what it says is true in the database."""
@@ -215,7 +219,7 @@ class Oracle:
                 world.broken(f"task {call.task} was given back, and nothing kept its result from being written")
         elif error is None and not is_given_back and row["status"] != "SUCCESSFUL":
             world.broken(f"task {call.task} is reported as done, and its result is {row['status']}")
-        elif error is not None and call.raised is None and not is_closed and not (isinstance(error, Reject) and kinds):
+        elif error is not None and call.raised is None and not is_closed and _kind(type(error)) not in kinds:
             world.broken(f"task {call.task} has not failed, and its attempt has: {error!r}")
         is_last = message.max_attempts is not None and message.attempt >= message.max_attempts
         others = [other for other in self.tasks[call.task].calls if not other.outcome]

@@ -29,7 +29,7 @@ from outbox_core.errors import AcceptanceLost, OutboxError
 from outbox_core.inbox import Inbox
 from outbox_core.kafka import clients as product_clients
 from outbox_core.record import OutboxRecord
-from outbox_queue import Message, QueueConfig, QueueService
+from outbox_queue import Message, QueueConfig, QueueService, Reject
 from tests.simulation import clients, queue_kafka
 from tests.simulation.consuming_django import connections, django_in
 from tests.simulation.consuming_kafka import Consumer
@@ -44,7 +44,7 @@ from tests.simulation.threads import Event, patched
 
 from outbox_django import stash  # isort: skip  after `consuming_django`, which sets Django up
 from outbox_django.consuming import consume as consume_in_django  # isort: skip
-from outbox_django.tasks import results, worker  # noqa: F401  isort: skip
+from outbox_django.tasks import worker  # isort: skip
 from outbox_django.tasks.backend import OutboxTaskBackend  # isort: skip
 from outbox_django.tasks.library import Task  # isort: skip
 
@@ -570,11 +570,12 @@ class ConsumerSimulation(QueueSimulation):
         if conduct == "exit":
             raise SystemExit("the task exits")
         if conduct == "unkeepable":
-            self.truth.refuses_value(call)
+            self.truth.fails_by(call, Reject)
             return object()
         if conduct in ("lose", "swallow", "roll back"):
             connection.ensure_connection()
             if conduct != "lose":
+                self.truth.fails_by(call, worker.TransactionLeftOpen)
                 connection.set_autocommit(False)
             else:
                 self.network.break_connection(connection.connection.wire)

@@ -10,7 +10,8 @@ from typing import Any, Literal, NewType, TypedDict
 
 import django
 import psycopg
-from django.db import connections
+from django.contrib.auth.models import Group
+from django.db import connections, transaction
 from django.utils import timezone
 
 from outbox_queue import Reject
@@ -111,17 +112,52 @@ def kill_backend() -> None:
 
 @task
 def lose_connection(name: str) -> str:
-    """Succeed, or fail, although the connection is lost meanwhile, or was left in a state that keeps nothing."""
-    if name == "autocommit off":
-        connections["default"].set_autocommit(False)
-        connections["default"].cursor().execute("SELECT 1")
-    elif name == "closed":
+    """Succeed, or fail, although the connection is lost meanwhile."""
+    if name == "closed":
         connections["default"].connection.close()
+    elif name == "read-only":
+        connections["default"].cursor().execute("SET default_transaction_read_only = on")
     else:
         kill_backend()
     if name == "fails":
         raise ValueError("after the connection was lost")
     return name
+
+
+def groups_in_a_transaction():
+    """Yield rows inside a transaction that ends after the last one."""
+    with transaction.atomic():
+        yield from Group.objects.select_for_update().order_by("id")
+
+
+@task
+def leave_open(name: str) -> str:
+    """Leave a transaction open, in one of the ways there are."""
+    if name in ("error", "cycle"):
+        Group.objects.create(name=name)
+        kept = None
+        groups = groups_in_a_transaction()  # alive in the traceback
+        for group in groups:
+            try:
+                int(f"cannot handle {group.name}")
+            except ValueError as error:
+                kept = error if name == "cycle" else None
+                raise
+        return str(kept)
+    if name == "atomic":
+        transaction.atomic().__enter__()
+    elif name == "begin":
+        connections["default"].cursor().execute("BEGIN")
+    elif name == "autocommit":
+        connections["default"].set_autocommit(False)
+    Group.objects.create(name=name)
+    return name
+
+
+@task
+def make_group(name: str) -> None:
+    """Write a row."""
+    Group.objects.create(name=name)
 
 
 @task
@@ -141,6 +177,30 @@ def leave() -> None:
 def return_an_object() -> object:
     """Return what is not JSON."""
     return object()
+
+
+@task
+def return_itself() -> Any:
+    """Return what contains itself."""
+    node: dict[str, Any] = {}
+    node["parent"] = node
+    return node
+
+
+async def _nothing() -> None:
+    """Do nothing, in a coroutine."""
+
+
+@task
+def wrapped() -> Any:
+    """Return a coroutine, as a decorator around an async function does."""
+    return _nothing()
+
+
+@task
+def generate() -> Any:
+    """Yield, which begins nothing."""
+    yield 1
 
 
 @task

@@ -85,7 +85,23 @@ def savepoint():
     Group.objects.create(name="after")
 
 
+_kept = []
+
+
+def groups_in_a_block():
+    with transaction.atomic():
+        yield from Group.objects.select_for_update()
+
+
+def suspended_generator():
+    """Keep a generator that is inside a block."""
+    _kept.append(groups_in_a_block())
+    next(_kept[-1])
+    Group.objects.create(name="before")
+
+
 WRONG = [
+    suspended_generator,
     caught,
     caught_in_a_cursor,
     caught_and_went_on,
@@ -102,6 +118,8 @@ WRONG = [
 def taken():
     """A group whose name is taken."""
     Group.objects.create(name="taken")
+    yield
+    _kept.clear()
 
 
 def found():
@@ -128,6 +146,28 @@ def test_consume(handle):
         assert raised.value.__notes__ == ["while handling groups[0] at offset 0, attempt 1"]
         assert kafka.position("test") == 0
         assert found() == ((["before"], 1) if handle is raw_commit_and_more else ([], 0))
+
+
+def test_consume_after_an_error_inside_a_generator():
+    """An error whose traceback keeps a generator inside a block is rolled back, and is handled again."""
+    with in_memory_outbox(require_transaction=False) as stashed:
+        Stasher().stash(None, outbox.OutboxRecord("groups", "k", "v"))
+        kafka = InProcessKafka(stashed)
+        consumer, failures = kafka.consumer("groups"), [1]
+
+        def handle(_):
+            groups = groups_in_a_block()
+            for _group in groups:
+                Group.objects.create(name="before")
+                if failures:
+                    raise LookupError(failures.pop())
+
+        with pytest.raises(LookupError) as raised:  # kept, as a log or a debugger keeps it
+            outbox.consume(consumer, handle, stop=consumer.drained)
+        assert found() == ([], 0)
+        assert raised.value.__notes__
+        assert outbox.consume(consumer, handle, stop=consumer.drained) == Consumed(handled=1, repeats=0)
+        assert (found(), kafka.position("test")) == ((["before"], 1), 1)
 
 
 @pytest.mark.parametrize("surrounding", ["autocommit", "ATOMIC_REQUESTS"])

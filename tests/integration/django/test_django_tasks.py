@@ -14,8 +14,10 @@ from http import HTTPStatus
 from io import StringIO
 from uuid import uuid4
 
+import psycopg
 import pytest
 from asgiref.sync import async_to_sync
+from django.contrib.auth.models import Group
 from django.core.management import CommandError, call_command
 from django.db import OperationalError, connections, transaction
 from django.utils import timezone
@@ -34,7 +36,7 @@ from outbox_django.tasks.library import (
     task_started,
 )
 from outbox_django.tasks.models import Result
-from outbox_django.tasks.worker import TaskAborted, TaskRunner
+from outbox_django.tasks.worker import TaskAborted, TaskRunner, TransactionLeftOpen
 from outbox_queue import Reject
 from outbox_queue.consuming.delivery import Delivery, ReceivedMessage
 from outbox_queue.consuming.message import Message
@@ -364,7 +366,7 @@ def test_a_database_that_says_nothing_keeps_no_worker(monkeypatch, caplog, momen
     assert (result.status, result.worker_ids) == (TaskResultStatus.SUCCESSFUL, ["worker-1"])
 
 
-@pytest.mark.parametrize("name", ["killed", "closed", "autocommit off"])
+@pytest.mark.parametrize("name", ["killed", "closed"])
 def test_a_task_that_outlives_its_connection(name):
     """A task whose connection is lost meanwhile has succeeded all the same, at its only attempt."""
     result = sample_tasks.lose_connection.enqueue(name)
@@ -393,6 +395,84 @@ def test_a_connection_that_was_lost_between_two_tasks():
 
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
+def test_a_pool_whose_connections_were_all_lost(monkeypatch, moment):
+    """Several connections in turn that were lost while they were idle, in a pool, cost no attempt and no second run."""
+    result = sample_tasks.make_group.enqueue("once")
+    row = Outbox.objects.latest("id")
+    connection, original = connections["default"], getattr(results, moment)
+    connect, lost = connection.get_new_connection, []
+    given = connection.get_connection_params()
+    other = {name: given[name] for name in ("host", "port", "user", "password", "dbname") if name in given}
+
+    def take(parameters):
+        made = connect(parameters)
+        if len(lost) < 4:
+            lost.append(made.info.backend_pid)
+            with psycopg.connect(**other, autocommit=True) as killer:
+                killer.execute("SELECT pg_terminate_backend(%s, 5000)", [made.info.backend_pid])
+        return made
+
+    def begin_to_lose(*given):
+        monkeypatch.setattr(results, moment, original)
+        monkeypatch.setattr(connection, "get_new_connection", take)
+        connection.close()
+        return original(*given)
+
+    monkeypatch.setattr(results, moment, begin_to_lose)
+    _run(max_attempts=1, row=row)
+    result.refresh()
+    assert (result.status, result.attempts, len(lost), Group.objects.count()) == (TaskResultStatus.SUCCESSFUL, 1, 4, 1)
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_database_that_is_read_only(monkeypatch, settings, moment, has_table):
+    """A server that has become read-only takes no attempt, whether a task has begun before or not."""
+    for name in ("_OUTAGE_PAUSE_SECONDS", "_PATIENCE_SECONDS"):
+        monkeypatch.setattr(worker, name, 0.0)
+    if not has_table:
+        settings.INSTALLED_APPS = [name for name in settings.INSTALLED_APPS if name != "outbox_django.tasks"]
+    sample_tasks.make_group.enqueue("none")
+    row, acks, connection = Outbox.objects.latest("id"), _Acks(), connections["default"]
+    connection.close()
+
+    def refuse_writes(**_):
+        connection.close()
+        monkeypatch.setitem(connection.settings_dict, "OPTIONS", {"options": "-c default_transaction_read_only=on"})
+
+    if moment == "before":
+        refuse_writes()
+    else:
+        task_started.connect(refuse_writes)
+    try:
+        _run(max_attempts=1, row=row, acks=acks)
+    finally:
+        task_started.disconnect(refuse_writes)
+        monkeypatch.undo()
+        connection.close()
+    assert (acks.nacks, Group.objects.count()) == ([(10_000, False)], 0)
+
+
+def test_a_session_that_was_left_read_only(monkeypatch):
+    """The state of a task is written on another connection, if the task's own is read-only."""
+    monkeypatch.setitem(connections["default"].settings_dict, "CONN_MAX_AGE", None)
+    result = sample_tasks.lose_connection.enqueue("read-only")
+    _run(max_attempts=1)
+    connections["default"].close()
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
+def test_a_deferred_task_on_a_connection_that_was_lost():
+    """It is stashed again over another connection, and costs no attempt."""
+    sample_tasks.noop.using(run_after=timezone.now() + timedelta(days=3)).enqueue()
+    row = Outbox.objects.latest("id")
+    sample_tasks.kill_backend()
+    _run(max_attempts=1, row=row)
+    assert Outbox.objects.count() == 2
+
+
+@pytest.mark.parametrize("moment", ["begin", "write"])
 def test_a_state_that_cannot_be_written_counts_no_attempt(monkeypatch, moment):
     """A message whose state cannot be written, before the task begins or after it, is given back uncounted."""
     monkeypatch.setattr(worker, "_OUTAGE_PAUSE_SECONDS", 0.0)
@@ -401,6 +481,7 @@ def test_a_state_that_cannot_be_written_counts_no_attempt(monkeypatch, moment):
         raise OperationalError("could not serialize access due to concurrent update")
 
     monkeypatch.setattr(results, moment, refuse)
+    monkeypatch.setattr(worker, "_PATIENCE_SECONDS", 0.0)
     sample_tasks.noop.enqueue()
     acks = _Acks()
     _run(max_attempts=1, acks=acks)
@@ -423,6 +504,50 @@ def test_receivers_that_raise(finished):
             signal_.disconnect(refuse)
     result.refresh()
     assert (result.status, len(finished)) == (TaskResultStatus.SUCCESSFUL, 1)
+
+
+@pytest.mark.parametrize("age", [0, None])
+@pytest.mark.parametrize("name", ["error", "cycle", "atomic", "begin", "autocommit"])
+def test_a_task_that_leaves_a_transaction_open(monkeypatch, name, age):
+    """The attempt has failed, nothing of it stays, and the next task of the thread commits what it writes."""
+    monkeypatch.setitem(connections["default"].settings_dict, "CONN_MAX_AGE", age)
+    left, next_one = sample_tasks.leave_open.enqueue(name), sample_tasks.make_group.enqueue("next")
+    first, second = Outbox.objects.order_by("id")
+    own = name in ("error", "cycle")
+    with pytest.raises(ValueError if own else TransactionLeftOpen, match="cannot handle" if own else "left open"):
+        _run(max_attempts=1, row=first)
+    assert not connections["default"].in_atomic_block
+    _run(max_attempts=1, row=second)
+    connections["default"].close()
+    assert set(Group.objects.values_list("name", flat=True)) == {"next", *([name] if own else [])}
+    left.refresh()
+    next_one.refresh()
+    assert (left.status, next_one.status) == (TaskResultStatus.FAILED, TaskResultStatus.SUCCESSFUL)
+    assert "a transaction of 'default' was left open" in left.errors[0].traceback
+
+
+def test_a_project_without_autocommit(monkeypatch):
+    """With AUTOCOMMIT off results are committed, and a task that does not commit what it writes has failed."""
+    result, deferred = sample_tasks.make_group.enqueue("never"), sample_tasks.noop
+    first = Outbox.objects.latest("id")
+    deferred.using(run_after=timezone.now() + timedelta(days=3)).enqueue()
+    second = Outbox.objects.latest("id")
+    noop = sample_tasks.noop.enqueue()
+    third = Outbox.objects.latest("id")
+    connections["default"].close()
+    monkeypatch.setitem(connections["default"].settings_dict, "AUTOCOMMIT", False)
+    try:
+        with pytest.raises(TransactionLeftOpen):
+            _run(max_attempts=1, row=first)
+        _run(max_attempts=1, row=second)
+        _run(max_attempts=1, row=third)
+    finally:
+        monkeypatch.undo()
+        connections["default"].close()
+    result.refresh()
+    noop.refresh()
+    assert (result.status, noop.status) == (TaskResultStatus.FAILED, TaskResultStatus.SUCCESSFUL)
+    assert (Group.objects.count(), Outbox.objects.count()) == (0, 4)
 
 
 def test_in_the_transaction_of_a_test():
@@ -535,6 +660,9 @@ def test_a_task_that_never_runs():
     [
         (sample_tasks.refuse, Reject, TaskResultStatus.FAILED),
         (sample_tasks.return_an_object, Reject, TaskResultStatus.FAILED),
+        (sample_tasks.return_itself, Reject, TaskResultStatus.FAILED),
+        (sample_tasks.wrapped, Reject, TaskResultStatus.FAILED),
+        (sample_tasks.generate, Reject, TaskResultStatus.FAILED),
         (sample_tasks.leave, TaskAborted, TaskResultStatus.READY),
     ],
 )
@@ -545,6 +673,53 @@ def test_tasks_that_end_in_other_ways(task, raised, status):
         _run()
     result.refresh()
     assert (result.status, len(result.errors)) == (status, 1)
+
+
+@pytest.mark.usefixtures("without_results")
+@pytest.mark.parametrize("task", [sample_tasks.wrapped, sample_tasks.generate])
+def test_a_task_that_was_only_begun(finished, task):
+    """A coroutine that nobody awaits, or a generator, has failed also where no value is kept."""
+    task.enqueue()
+    with pytest.raises(Reject, match="the work is not done"):
+        _run()
+    assert [result.status for result in finished] == [TaskResultStatus.FAILED]
+
+
+def test_receivers_that_end_programs(caplog):
+    """A receiver that raises no Exception changes nothing about a task; the log has it."""
+
+    def leave(**_):
+        sys.exit(3)
+
+    for signal_ in (task_started, task_finished):
+        signal_.connect(leave)
+    try:
+        result = sample_tasks.noop.enqueue()
+        _run(max_attempts=1)
+    finally:
+        for signal_ in (task_started, task_finished):
+            signal_.disconnect(leave)
+    result.refresh()
+    assert result.status == TaskResultStatus.SUCCESSFUL
+    assert len([line for line in caplog.messages if "a receiver of a signal raised" in line]) == 2
+
+
+def test_a_backend_with_another_alias():
+    """A task that was enqueued before its backend was renamed runs."""
+    sample_tasks.noop.enqueue()
+    Result.objects.update(backend="before")
+    _run()
+    assert Result.objects.get().status == "SUCCESSFUL"
+
+
+def test_deferring_needs_a_delay(settings):
+    """Tasks with run_after are refused where each delivery could only put them off for a moment."""
+    queue = {**settings.TASKS["default"]["OPTIONS"]["queue"], "max_delay": "0s"}
+    settings.TASKS = {"default": {**settings.TASKS["default"], "OPTIONS": {"queue": queue}}}
+    with pytest.raises(InvalidConfig, match="max_delay must be 1s or more"):
+        sample_tasks.noop.using(run_after=timezone.now() + timedelta(days=3)).enqueue()
+    sample_tasks.noop.enqueue()
+    assert Outbox.objects.count() == 1
 
 
 def test_the_context_counts_attempts():
@@ -640,6 +815,7 @@ _MODULE = "tests.integration.django.sample_tasks"
         (b"{}", Reject),
         (json.dumps({**_JOB, "task": f"{_MODULE}.NOT_A_TASK"}), Reject),
         (json.dumps({**_JOB, "task": "subprocess.check_output", "args": ["id"]}), Reject),
+        (json.dumps({**_JOB, "task": "new_application.tasks.welcome"}), ImportError),
         (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "args": "text"}), Reject),
         (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "enqueued_at": "today"}), Reject),
         (json.dumps({**_JOB, "task": "unittest.__main__.main"}), Reject),
@@ -655,13 +831,34 @@ def test_messages_that_are_no_tasks(payload, raised):
 
 
 def test_a_message_imports_no_module_of_its_choice(tmp_path, monkeypatch):
-    """A message that names a module of no installed application is rejected, and the module is not run."""
+    """A module of no installed application is not run; a newer worker may have it, so its message comes again."""
     (tmp_path / "some_program.py").write_text("raise AssertionError('it was run')")
     monkeypatch.syspath_prepend(tmp_path)
     sample_tasks.noop.enqueue()
-    with pytest.raises(Reject, match=r"some_program\.main is no task of an installed application"):
+    with pytest.raises(ImportError, match=r"some_program\.main is no task of an installed application"):
         _run(payload=json.dumps({**_JOB, "task": "some_program.main"}).encode())
     assert "some_program" not in sys.modules
+
+
+def test_tasks_of_modules_outside_of_applications(tmp_path, monkeypatch, settings):
+    """OPTIONS["modules"] names modules whose tasks a worker imports, and packages with all that is in them."""
+    library = type(sample_tasks.noop).__module__.partition(".base")[0]
+    text = f"from {library} import task\n\n\n@task\ndef main():\n    raise LookupError('it was run')\n"
+    (tmp_path / "site_root").mkdir()
+    (tmp_path / "site_root" / "jobs.py").write_text(text)
+    (tmp_path / "site_root_of_another.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {**settings.TASKS["default"]["OPTIONS"], "modules": ["site_root"]}
+    settings.TASKS = {"default": {**settings.TASKS["default"], "OPTIONS": options}}
+    sample_tasks.noop.enqueue()
+    try:
+        with pytest.raises(LookupError, match="it was run"):
+            _run(payload=json.dumps({**_JOB, "task": "site_root.jobs.main"}).encode())
+        with pytest.raises(ImportError, match=r"TASKS\['default'\]\['OPTIONS'\]\['modules'\]"):
+            _run(payload=json.dumps({**_JOB, "task": "site_root_of_another.main"}).encode())
+    finally:
+        sys.modules.pop("site_root.jobs", None)
+        sys.modules.pop("site_root", None)
 
 
 @pytest.mark.parametrize("error", ["SystemExit(3)", "KeyboardInterrupt", "type('Own', (BaseException,), {})"])
@@ -685,7 +882,8 @@ def test_a_module_that_ends_programs_ends_no_worker(tmp_path, monkeypatch, setti
     [
         ({}, r"TASKS\['default'\]\['OPTIONS'\]\['queue'\]: expected a dict with bootstrap_servers"),
         ({"queue": {"bootstrap_servers": "b:1"}}, "message_topic, marker_topic missing"),
-        ({"queue": {}, "results": True}, "'results' is no option; there is 'queue'"),
+        ({"queue": {}, "results": True}, "'results' is no option; there are 'queue' and 'modules'"),
+        ({"queue": {}, "modules": "tasks"}, r"\['modules'\]: expected a list of names of modules, got 'tasks'"),
         (
             {"queue": {"bootstrap_servers": "b:1", "message_topic": "m", "marker_topic": "n", "max_attempts": 0}},
             "max_attempts",

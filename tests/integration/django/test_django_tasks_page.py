@@ -20,9 +20,26 @@ call_command("migrate", verbosity=0)
 runpy.run_path("enqueue.py")
 """
 
+_WORK = """
+import django
+django.setup()
+from outbox_django.models import Outbox
+from outbox_django.tasks.jobs import Job
+
+for row in Outbox.objects.order_by("id"):
+    print(Job.decode(bytes(row.kafka_value)).result(row.kafka_key, "default").task.name)
+"""
+
+
+def _output(program, directory, environment):
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
 
 def test_the_page(database, tmp_path):
-    """The page's settings pass the checks, and its script enqueues three tasks; a rolled-back one leaves nothing."""
+    """The page's settings pass the checks, and its script enqueues three tasks, which a worker finds."""
     write_files("how-to-django-tasks.md", tmp_path, "settings.py", "tasks.py", "enqueue.py")
     if django.VERSION >= (6, 0):
         for path, old, new in (
@@ -39,10 +56,8 @@ def test_the_page(database, tmp_path):
         "DJANGO_SETTINGS_MODULE": "settings",
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(CHECKOUT)]),
     }
-    command = [sys.executable, "-c", _RUN]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith(" READY\n")
+    assert _output(_RUN, tmp_path, environment).endswith(" READY\n")
+    assert _output(_WORK, tmp_path, environment).split() == ["send_confirmation", "settle", "send_confirmation"]
     with psycopg.connect(database) as connection:
         results = connection.execute("SELECT task_path, status FROM outbox_task_result ORDER BY enqueued_at").fetchall()
         keys = connection.execute("SELECT kafka_key FROM outbox ORDER BY id").fetchall()

@@ -84,6 +84,10 @@ class Unprintable(Exception):
         raise ValueError("no text")
 
 
+class Panic(BaseException):
+    """An error as extensions in Rust raise it."""
+
+
 def failing(error):
     """Return a handler that raises."""
 
@@ -102,6 +106,9 @@ def failing(error):
         (Reject("makes no sense"), "reject: makes no sense"),
         (Reject(ValueError("an error")), "reject: an error"),
         (CancelledError(), "nack after 1000 ms: QueueError: the handler was cancelled"),  # of its own event loop
+        (SystemExit(3), "nack after 1000 ms: QueueError: the handler raised SystemExit: 3"),
+        (Panic("index"), "nack after 1000 ms: QueueError: the handler raised Panic: index"),
+        (SyntaxError("bad", ("rule", 1, 2, b"a + + b")), "nack after 1000 ms: SyntaxError: bad (rule, line 1)"),
     ],
 )
 def test_an_error_settles_its_message(error, settled):
@@ -116,11 +123,12 @@ def test_a_retry_delay_that_is_none_leaves_the_message_to_its_timeout(delay):
     assert outcome(failing(ValueError("x")), lambda *_: delay) == [expected]
 
 
-def test_a_retry_delay_that_raises_leaves_the_message_to_its_timeout():
+@pytest.mark.parametrize("error", [OverflowError("too many attempts"), SystemExit(3)])
+def test_a_retry_delay_that_raises_leaves_the_message_to_its_timeout(error):
     """An error of `retry_delay` ends no worker."""
 
     def raises(*_):
-        raise OverflowError("too many attempts")
+        raise error
 
     assert outcome(failing(ValueError("x")), raises) == ["interrupt"]
 
