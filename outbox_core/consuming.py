@@ -131,7 +131,8 @@ def consume(
             `enable.auto.commit` too, unless `commit` is "stored". Rebalances happen between records.
         handler: called with the transaction and the record, once for each record that is accepted.
         transaction: makes a context manager that begins a transaction, commits at its end, and rolls back when an
-            exception leaves it; by default its value is a DB-API connection.
+            exception leaves it; by default its value is a DB-API connection. A handler's exception that it swallows,
+            such as `psycopg.Rollback`, is raised nevertheless.
         inbox: accepts messages in a transaction; by default `Inbox("inbox")`.
         source: the source of the ids; by default the consumer's group.
         id_header: name of the header with the record's id; "" goes by topic, partition and offset alone.
@@ -169,13 +170,16 @@ def consume(
     stop = stop or threading.Event()
 
     def attempt(message: Message, message_id: str) -> bool:
-        with _process_span(consumer, message, message_id), transaction() as begun:
+        def work(begun: Transaction) -> bool:
             accepted = acceptor.accept(begun, source, message_id)
             if accepted:
                 if _has_payload(message, claim_store, on_missing_claim):  # not for repeats, whose payloads may be gone
                     refuse_unfinished(handler(begun, message), message.topic())
                 acceptor.confirm(begun, source, message_id)
-        return accepted
+            return accepted
+
+        with _process_span(consumer, message, message_id):
+            return _run_in(transaction(), work)
 
     handled = repeats = 0
     try:
@@ -225,6 +229,21 @@ def group_of(consumer: Consumer) -> str:
         if group and end:
             return group.decode()
     raise InvalidConfig("this consumer does not tell its group.id; pass source=")
+
+
+def _run_in(context: AbstractContextManager[Transaction], work: Callable[[Transaction], bool]) -> bool:
+    """Return the answer of work in a transaction, or raise its error, even one that the context manager swallows."""
+    failure: BaseException | None = None
+    try:
+        with context as begun:
+            try:
+                return work(begun)
+            except BaseException as error:
+                failure = error  # psycopg, for one, ends a block by itself at `psycopg.Rollback`
+                raise
+        raise failure
+    finally:
+        failure = None  # its traceback has this frame
 
 
 def _has_payload(message: Message, claim_store: ClaimStore | None, on_missing: str) -> bool:

@@ -1,7 +1,7 @@
 """The loop of `consume` with a stand-in for the consumer: its reaction to every kind of error."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -181,6 +181,33 @@ def test_work_that_is_only_begun_is_not_accepted(handler):
     assert work.accepted == set()
     assert ("seek", 7) in consumer.log
     assert ("commit", 8) not in consumer.log
+
+
+def test_errors_that_the_transaction_swallows():
+    """A handler's error that the context manager swallows, as psycopg does `Rollback`, is one: the record is undone."""
+    consumer = PlayedConsumer(Record(5))
+    work = Work(consumer)
+    attempts = []
+
+    @contextmanager
+    def swallowing():
+        with suppress(LookupError), work.transaction() as begun:
+            yield begun
+
+    def handler(*_):
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise LookupError("roll this back")
+
+    def attempt(**options):
+        return consume(consumer, handler, swallowing, inbox=work, max_records=1, **options)
+
+    with pytest.raises(LookupError, match="roll this back"):
+        attempt()
+    assert consumer.log == [("probe", 5), "rollback", ("seek", 5)]
+    consumer.records.append(Record(5))
+    assert attempt(retry=backoff(2, first=0.001)) == Consumed(1, 0)
+    assert consumer.log[3:] == [("probe", 5), "rollback", "end", ("commit", 6)]
 
 
 def test_retries():
