@@ -276,9 +276,8 @@ def request_key(
     return source(request) if callable(source) else source, key
 
 
-def is_refusal(answer: object) -> bool:
-    """Return True if an answer undoes its transaction: a status of 400 or more. A value without a status does not."""
-    status = getattr(answer, "status_code", None)
+def is_refusal(status: int | None) -> bool:
+    """Return True if an answer of that status undoes its transaction; None is one that the framework chooses."""
     return status is not None and status >= 400
 
 

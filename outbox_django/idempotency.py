@@ -63,7 +63,7 @@ def idempotent(
                 else:
                     is_new, confirm = table.accept(*key, using=alias), partial(table.confirm, *key)
                 answer = (view if is_new else repeated)(request, *args, **kwargs)
-                if is_refusal(answer):
+                if is_refusal(answer.status_code):
                     transaction.set_rollback(True, using=alias)
                 elif is_new:
                     confirm(using=alias)

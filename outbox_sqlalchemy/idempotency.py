@@ -40,9 +40,10 @@ def idempotent(
     """Decorate an endpoint that changes data: a request that comes again with its Idempotency-Key has its effect once.
 
     The endpoint has the parameters `request` and `session`. The decorator accepts the key in the session's transaction,
-    calls the endpoint and commits; an answer of 400 or more and an exception, such as FastAPI's HTTPException, roll
-    back and free the key, and so does a request without a key. An `async def` has an asynchronous session, a `def`
-    a synchronous one. In FastAPI put it below `@app.post(...)`.
+    calls the endpoint and commits; an answer of 400 or more (a status that it sets on FastAPI's `response: Response`,
+    too) and an exception, such as FastAPI's HTTPException, roll back and free the key, and so they do for a request
+    without a key. An `async def` has an asynchronous session, a `def` a synchronous one. In FastAPI put it below
+    `@app.post(...)`.
 
     The session is the one that the framework injects, as `session: Annotated[Session, Depends(get_session)]`: the one
     of the request's other dependencies, whose transaction goes on and is committed too. With `sessions` the decorator
@@ -72,11 +73,12 @@ def idempotent(
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request:
             given = shown.bind(*args, **kwargs).arguments
             key = request_key(given["request"], given["request"].headers, source, required=required)
+            response = next(filter(_is_response, given.values()), None)
             if sessions is None:
-                return _Request(table, key, given["session"], nullcontext(), {})
+                return _Request(table, key, response, given["session"], nullcontext(), {})
             is_maker = isinstance(sessions, sessionmaker | async_sessionmaker)
             session = sessions() if is_maker else sessions(given["request"])
-            return _Request(table, key, session, session, {"session": session})
+            return _Request(table, key, response, session, session, {"session": session})
 
         shell = _asynchronous if iscoroutinefunction(endpoint) else _synchronous
         handle: Endpoint = shell(begin, endpoint, repeated)
@@ -87,10 +89,14 @@ def idempotent(
 
 
 class _Request(NamedTuple):
-    """A request with its session, the context in which that is open, and the argument by which an endpoint gets it."""
+    """A request with its session, the context in which that is open, and the argument by which an endpoint gets it.
+
+    `response` is the one that FastAPI gives an endpoint with such a parameter, to set the status of what it returns.
+    """
 
     inbox: Inbox
     key: tuple[str, str] | None
+    response: Any
     session: Any
     opened: Any
     argument: dict[str, Any]
@@ -100,6 +106,10 @@ class _Request(NamedTuple):
             return self.inbox.accept(session, *self.key)
         self.inbox.begin(session)
         return True
+
+    def is_refused(self, answer: object) -> bool:
+        response: Any = answer if _is_response(answer) else self.response
+        return response is not None and is_refusal(response.status_code)
 
     def confirm(self, session: Session) -> None:
         if self.key is not None:
@@ -120,7 +130,7 @@ def _asynchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) 
             try:
                 is_new = await session.run_sync(asked.accept)
                 answer = await (endpoint if is_new else repeated)(*args, **asked.argument, **kwargs)
-                if is_refusal(answer):
+                if asked.is_refused(answer):
                     await session.rollback()
                     return answer
                 if is_new:
@@ -146,7 +156,7 @@ def _synchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) -
             try:
                 is_new = asked.accept(session)
                 answer = (endpoint if is_new else repeated)(*args, **asked.argument, **kwargs)
-                if is_refusal(answer):
+                if asked.is_refused(answer):
                     session.rollback()
                     return answer
                 if is_new:
@@ -171,6 +181,13 @@ def _shown_signature(endpoint: Callable[..., Any], repeated: Callable[..., Any],
     if has_session:
         return full
     return full.replace(parameters=[found for name, found in full.parameters.items() if name != "session"])
+
+
+def _is_response(value: object) -> bool:
+    """Return True for a response; any other object may have a `status_code` of its own, as a model does."""
+    from starlette.responses import Response
+
+    return isinstance(value, Response)
 
 
 def _problem(error: InvalidMessageId) -> Any:
