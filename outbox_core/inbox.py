@@ -40,7 +40,7 @@ from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox_core.drivers import ABORTED_TRANSACTION, plain_cursor, sqlstate
-from outbox_core.errors import AcceptanceLost, InvalidMessageId, OutboxError
+from outbox_core.errors import AcceptanceLost, InvalidMessageId, OutboxError, is_unfinished
 from outbox_core.plain import plain
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName, iso_time_sql
@@ -279,6 +279,15 @@ def request_key(
 def is_refusal(status: int | None) -> bool:
     """Return True if an answer of that status undoes its transaction; None is one that the framework chooses."""
     return status is not None and status >= 400
+
+
+def refuse_late(answer: object, *, is_finished: bool) -> None:
+    """Refuse an answer that is made after the commit, by work that no transaction would keep (`OutboxError`)."""
+    if not is_finished or is_unfinished(answer):
+        raise OutboxError(
+            f"the endpoint answered {type(answer).__name__}, whose body is made after its transaction: what is done "
+            "there would be lost, and its key accepted; do the work first, and return a finished answer"
+        )
 
 
 def inbox_key(source: object, message_id: object) -> tuple[str, str]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
-from inspect import Signature, iscoroutinefunction, signature
+from inspect import Signature, isasyncgenfunction, iscoroutinefunction, isgeneratorfunction, signature, unwrap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from outbox_core.errors import InvalidMessageId
-from outbox_core.inbox import is_refusal, request_key
+from outbox_core.inbox import is_refusal, refuse_late, request_key
 from outbox_sqlalchemy.inbox import Inbox
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ def idempotent(
         inbox: the inbox table; by default the one named `inbox`.
 
     Raises:
-        TypeError: if the endpoint lacks one of the two parameters, or only one of the two functions is asynchronous.
+        TypeError: if the endpoint lacks one of the two parameters, only one of the two functions is asynchronous, or
+            one is a generator.
+        OutboxError: at a request whose endpoint returns a stream, whose work would be done after the commit: answered
+            500, and nothing is kept.
         AcceptanceLost: at a request whose endpoint has caught an error of the database outside a savepoint, or ended
             the transaction: answered 500, as any other error.
     """
@@ -80,7 +83,7 @@ def idempotent(
             session = sessions() if is_maker else sessions(given["request"])
             return _Request(table, key, response, session, session, {"session": session})
 
-        shell = _asynchronous if iscoroutinefunction(endpoint) else _synchronous
+        shell = _asynchronous if _is_asynchronous(endpoint) else _synchronous
         handle: Endpoint = shell(begin, endpoint, repeated)
         handle.__signature__ = shown  # type: ignore[attr-defined]  # where FastAPI looks for parameters
         return handle
@@ -111,7 +114,9 @@ class _Request(NamedTuple):
         response: Any = answer if _is_response(answer) else self.response
         return response is not None and is_refusal(response.status_code)
 
-    def confirm(self, session: Session) -> None:
+    def confirm(self, session: Session, answer: object) -> None:
+        # Not a class: that of sse-starlette, for one, is none of Starlette's own.
+        refuse_late(answer, is_finished=not (_is_response(answer) and hasattr(answer, "body_iterator")))
         if self.key is not None:
             self.inbox.confirm(session, *self.key)
         else:
@@ -134,7 +139,7 @@ def _asynchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) 
                     await session.rollback()
                     return answer
                 if is_new:
-                    await session.run_sync(asked.confirm)
+                    await session.run_sync(asked.confirm, answer)
                 await session.commit()
             except BaseException:
                 await session.rollback()
@@ -160,7 +165,7 @@ def _synchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) -
                     session.rollback()
                     return answer
                 if is_new:
-                    asked.confirm(session)
+                    asked.confirm(session, answer)
                 session.commit()
             except BaseException:
                 session.rollback()
@@ -172,7 +177,11 @@ def _synchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) -
 
 def _shown_signature(endpoint: Callable[..., Any], repeated: Callable[..., Any], *, has_session: bool) -> Signature:
     """Return the endpoint's signature, with `session` or without, its annotations evaluated in its own module."""
-    if iscoroutinefunction(endpoint) != iscoroutinefunction(repeated):
+    for each in (endpoint, repeated):
+        inner = unwrap(each)
+        if isgeneratorfunction(inner) or isasyncgenfunction(inner):
+            raise TypeError(f"{inner.__qualname__} is a generator, whose work would be done after the commit; return")
+    if _is_asynchronous(endpoint) != _is_asynchronous(repeated):
         raise TypeError(f"{endpoint.__qualname__} and {repeated.__qualname__}: write both with `async def`, or neither")
     full = signature(endpoint, eval_str=True)
     for name in ("request", "session"):
@@ -181,6 +190,11 @@ def _shown_signature(endpoint: Callable[..., Any], repeated: Callable[..., Any],
     if has_session:
         return full
     return full.replace(parameters=[found for name, found in full.parameters.items() if name != "session"])
+
+
+def _is_asynchronous(endpoint: Callable[..., Any]) -> bool:
+    """Return True for an `async def`, also behind synchronous decorators, as FastAPI sees it."""
+    return iscoroutinefunction(endpoint) or iscoroutinefunction(unwrap(endpoint))
 
 
 def _is_response(value: object) -> bool:

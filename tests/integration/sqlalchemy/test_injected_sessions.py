@@ -1,12 +1,13 @@
 """`outbox_sqlalchemy.idempotent` on a session that FastAPI injects, or on its own; endpoints that swallow errors."""
 
 import asyncio
+from functools import wraps
 from typing import Annotated
 
 import httpx
 import pytest
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -34,6 +35,10 @@ def answer(way, response, status):
     if way == "set":
         response.status_code = status
         return {}
+    if way == "stream":
+        return StreamingResponse(iter(["work"]))
+    if way == "generator":
+        return (number for number in range(3))
     if way == "model":
         return Check(status_code=status)
     return JSONResponse({}, status)
@@ -179,6 +184,14 @@ def test_the_status_is_that_of_the_answer(app, place, key, way, answered):
 
 
 @pytest.mark.parametrize("key", ["k", None])
+@pytest.mark.parametrize("way", ["stream", "generator"])
+def test_answers_that_are_made_after_the_commit(app, place, way, key):
+    """An answer whose body does the work, outside the transaction, is refused, and nothing is kept."""
+    assert statuses(app, (key, {"way": way})) == [500]
+    assert found(place) == ([], 0)
+
+
+@pytest.mark.parametrize("key", ["k", None])
 @pytest.mark.parametrize("way", [*WRONG, "flush", "savepoint"])
 def test_endpoints_that_swallow_errors(app, place, way, key):
     """An endpoint that swallows an error of the database answers 500, and nothing of its work is kept."""
@@ -189,6 +202,34 @@ def test_endpoints_that_swallow_errors(app, place, way, key):
     assert statuses(app, (key, {"way": way})) == [500]
     commits = way in COMMITS
     assert found(place) == (["before"] * commits, int(commits and key is not None))
+
+
+def test_an_asynchronous_endpoint_behind_a_synchronous_decorator(place):
+    """The endpoint's coroutine runs in the transaction: FastAPI, too, looks behind decorators."""
+    sessions, app = async_sessionmaker(create_async_engine(outbox.sqlalchemy_url(place))), FastAPI()
+
+    def plain(inner):
+        @wraps(inner)
+        def call(*args, **kwargs):
+            return inner(*args, **kwargs)
+
+        return call
+
+    async def again(request: Request, session):
+        del request
+        return JSONResponse({"repeats": await session.scalar(text("SELECT count(*) FROM effect"))})
+
+    @app.post("/")
+    @outbox.idempotent("api", sessions, repeated=plain(again))
+    @plain
+    async def endpoint(request: Request, session):
+        del request
+        await session.execute(WORKS)
+        return JSONResponse({}, 201)
+
+    assert statuses(app, ("k", {})) == [201]
+    assert found(place) == (["before"], 1)
+    assert statuses(app, ("k", {})) == [200]
 
 
 def test_a_request_holds_one_connection(place):
