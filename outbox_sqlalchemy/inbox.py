@@ -119,15 +119,17 @@ class Inbox:
                 refuse_lost(goes_on=connection.execute(self._confirm, parameters).first() is not None)
 
     def begin(self, session: SyncSession) -> None:
-        """Mark the transaction of work that accepts no message, for `confirm_begun`."""
+        """Mark the transaction of work that accepts no message, for `confirm_begun`; no other database needs that."""
         connection = connection_for(synchronous(session, ACCEPTING), self._target)
-        connection.execute(text(BEGIN))
+        if connection.dialect.name == "postgresql":
+            connection.execute(text(BEGIN))
 
     def confirm_begun(self, session: SyncSession) -> None:
         """Make sure that a transaction can commit since it was marked, or raise AcceptanceLost, as `confirm` does."""
         with confirming(InvalidRequestError):
             connection = connection_for(synchronous(session, ACCEPTING), self._target)
-            refuse_lost(goes_on=connection.execute(text(GOES_ON)).first() is not None)
+            if connection.dialect.name == "postgresql":
+                refuse_lost(goes_on=connection.execute(text(GOES_ON)).first() is not None)
 
     async def aconfirm(
         self, session: AnyAsyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID
