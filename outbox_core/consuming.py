@@ -6,7 +6,7 @@ For each record, in this order:
 2. accept the record by its id (`outbox_core.inbox`); a repeat skips the next two steps;
 3. run the handler in the transaction;
 4. confirm that the transaction can commit what was accepted: the handler may have caught the error that aborted it;
-5. commit the transaction;
+5. commit the transaction, and look once, at the first record, whether the acceptance is there;
 6. only then commit the record's offset.
 
 A process that dies before 5 leaves neither the acceptance nor the handler's work: the record comes again, and is
@@ -34,7 +34,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypedDict, TypeVar
+from typing import Generic, Literal, Protocol, TypedDict, TypeVar
 
 from outbox_core import tracing
 from outbox_core.claims.claims import ClaimMissing, ClaimStore
@@ -152,7 +152,8 @@ def consume(
 
     Raises:
         UnsafeConsumer: if the consumer stores offsets by itself; no record was handled.
-        InvalidConfig: if there is no source, or an entry of `outboxes` has no names.
+        InvalidConfig: if there is no source, or an entry of `outboxes` has no names; or if `transaction` does not
+            commit, as seen in a second one after the first record that was handled.
         InvalidMessageId: if a record's id cannot be read; the consumer is set back to it. `id_header=""` handles it by
             its place.
         KafkaException: if the consumer cannot recover.
@@ -167,6 +168,7 @@ def consume(
     _one_of(("raise", "skip"), on_missing_claim, "on_missing_claim")
     acceptor: Acceptor[Transaction] = inbox or Inbox()  # type: ignore[assignment]
     inbox_key(source, "any")
+    transactions = _Transactions(transaction)
     stop = stop or threading.Event()
 
     def attempt(message: Message, message_id: str) -> bool:
@@ -179,7 +181,10 @@ def consume(
             return accepted
 
         with _process_span(consumer, message, message_id):
-            return _run_in(transaction(), work)
+            accepted = transactions.run(work)
+            if accepted:
+                transactions.refuse_lost(lambda begun: acceptor.accept(begun, source, message_id))
+            return accepted
 
     handled = repeats = 0
     try:
@@ -231,21 +236,6 @@ def group_of(consumer: Consumer) -> str:
     raise InvalidConfig("this consumer does not tell its group.id; pass source=")
 
 
-def _run_in(context: AbstractContextManager[Transaction], work: Callable[[Transaction], bool]) -> bool:
-    """Return the answer of work in a transaction, or raise its error, even one that the context manager swallows."""
-    failure: BaseException | None = None
-    try:
-        with context as begun:
-            try:
-                return work(begun)
-            except BaseException as error:
-                failure = error  # psycopg, for one, ends a block by itself at `psycopg.Rollback`
-                raise
-        raise failure
-    finally:
-        failure = None  # its traceback has this frame
-
-
 def _has_payload(message: Message, claim_store: ClaimStore | None, on_missing: str) -> bool:
     """Fetch a payload that is in a claim store; return False if it is missing, and its record to be skipped."""
     try:
@@ -282,6 +272,45 @@ def _process_span(consumer: Consumer, message: Message, message_id: str) -> Abst
         group=group,
     )
     return spans.process(message.topic() or "", headers_of(message), attributes)
+
+
+class _Transactions(Generic[Transaction]):
+    """The transactions of a call of `consume`, by the context managers of its caller."""
+
+    def __init__(self, begin: Callable[[], AbstractContextManager[Transaction]]) -> None:
+        self._begin = begin
+        self._commit = False  # as has been seen
+
+    def run(self, work: Callable[[Transaction], bool]) -> bool:
+        """Return the answer of work in a transaction, or raise its error, even one that the context manager swallows.
+
+        psycopg, for one, ends a block without an error at `psycopg.Rollback`.
+        """
+        failure: BaseException | None = None
+        try:
+            with self._begin() as begun:
+                try:
+                    return work(begun)
+                except BaseException as error:
+                    failure = error
+                    raise
+            raise failure
+        finally:
+            failure = None  # its traceback has this frame
+
+    def refuse_lost(self, accept: Callable[[Transaction], bool]) -> None:
+        """Raise InvalidConfig if what was accepted is new to a second transaction, unless one was found committed."""
+
+        def look(begun: Transaction) -> bool:
+            if accept(begun):
+                raise InvalidConfig(
+                    "transaction: its context manager has committed nothing, though it ended without an error: it has "
+                    "to begin a transaction and to commit it (psycopg: `psycopg.connect(dsn)` does, `closing(...)` of "
+                    "it does not; SQLAlchemy: `sessions.begin` and `engine.begin`, not `engine.connect`)"
+                )
+            return True
+
+        self._commit = self._commit or self.run(look)
 
 
 class _Loop:

@@ -20,6 +20,7 @@ from sqlalchemy.pool import NullPool
 import outbox_sqlalchemy as outbox
 from outbox_core import AcceptanceLost, Inbox, InvalidMessageId, Stasher
 from outbox_core.consuming import Consumed, consume
+from outbox_core.errors import InvalidConfig
 from outbox_core.record import OutboxRecord
 from outbox_core.testing import in_memory_outbox
 from outbox_core.testing.kafka import InProcessKafka
@@ -214,3 +215,19 @@ def test_several_acceptances_in_one_transaction(place, door):
             make().confirm(transaction, "a", number)
         with pytest.raises(AcceptanceLost):
             make().confirm(transaction, "a", "4")
+
+
+@pytest.mark.parametrize("kind", ["closing", "pg8000", "engine.connect", "session"])
+def test_transactions_that_do_not_commit(place, kafka, kind):
+    """A context manager that only closes its connection is refused at the first record, which comes again."""
+    engine = create_engine(outbox.sqlalchemy_url(place), poolclass=NullPool)
+    begin, inbox = {
+        "closing": (lambda: closing(psycopg.connect(place)), None),
+        "pg8000": (lambda: _on_driver("pg8000", place), None),
+        "engine.connect": (engine.connect, outbox.Inbox()),
+        "session": (lambda: Session(engine), outbox.Inbox()),
+    }[kind]
+    consumer = kafka.consumer("orders")
+    with pytest.raises(InvalidConfig, match="transaction: its context manager has committed nothing"):
+        consume(consumer, lambda *_: None, begin, inbox=inbox, stop=consumer.drained)
+    assert (found(place), kafka.position("test")) == (([], 0), 0)

@@ -108,18 +108,21 @@ def run(consumer, handler=lambda *_: None, *, work=None, **options):
 
 
 def test_the_order_of_things():
-    """The handler runs in the transaction, and the offset is committed after it; a repeat only moves the offset."""
+    """The handler runs in the transaction, and the offset is committed after it; a repeat only moves the offset.
+
+    A second transaction sees at the first record that its acceptance was committed.
+    """
     consumer = PlayedConsumer(Record(5, [("outbox-id", b"o:1")]), Record(6, [("outbox-id", b"o:1")]))
     done = run(consumer, lambda _, message: consumer.log.append(("handle", message.offset())))
     assert done == Consumed(handled=1, repeats=1)
-    assert consumer.log == [("probe", 5), ("handle", 5), "end", ("commit", 6), "end", ("commit", 7)]
+    assert consumer.log == [("probe", 5), ("handle", 5), "end", "end", ("commit", 6), "end", ("commit", 7)]
 
 
 def test_stored_offsets():
     """With commit="stored" the client gets the offset after each record, and a commit at the end."""
     consumer = PlayedConsumer(Record(5), Record(6))
     run(consumer, commit="stored")
-    assert consumer.log == [("probe", 5), "end", ("store", 6), "end", ("store", 7), ("commit", "stored")]
+    assert consumer.log == [("probe", 5), "end", "end", ("store", 6), "end", ("store", 7), ("commit", "stored")]
     with pytest.raises(InvalidConfig, match="commit: expected 'sync' or 'stored', got 'async'"):
         run(PlayedConsumer(), commit="async")
 
@@ -207,7 +210,23 @@ def test_errors_that_the_transaction_swallows():
     assert consumer.log == [("probe", 5), "rollback", ("seek", 5)]
     consumer.records.append(Record(5))
     assert attempt(retry=backoff(2, first=0.001)) == Consumed(1, 0)
-    assert consumer.log[3:] == [("probe", 5), "rollback", "end", ("commit", 6)]
+    assert consumer.log[3:] == [("probe", 5), "rollback", "end", "end", ("commit", 6)]
+
+
+def test_a_transaction_that_does_not_commit():
+    """A context manager that commits nothing is found out at the first record, whose offset is not committed."""
+    consumer = PlayedConsumer(Record(5))
+    work = Work(consumer)
+
+    @contextmanager
+    def closing_only():
+        kept = set(work.accepted)
+        yield work
+        work.accepted = kept
+
+    with pytest.raises(InvalidConfig, match="transaction: its context manager has committed nothing"):
+        consume(consumer, lambda *_: None, closing_only, inbox=work, max_records=1)
+    assert consumer.log == [("probe", 5), ("seek", 5)]
 
 
 def test_retries():
@@ -221,7 +240,7 @@ def test_retries():
             raise ValueError("not yet")
 
     assert run(consumer, handler, retry=backoff(3, first=0.001)) == Consumed(1, 0)
-    assert consumer.log == [("probe", 5), "rollback", "rollback", "end", ("commit", 6)]
+    assert consumer.log == [("probe", 5), "rollback", "rollback", "end", "end", ("commit", 6)]
 
 
 def test_retries_end():
