@@ -137,7 +137,8 @@ def consume(
         source: the source of the ids; by default the consumer's group.
         id_header: name of the header with the record's id; "" goes by topic, partition and offset alone.
         outboxes: for each topic the names of the outboxes that feed it, such as `shop.public.outbox`. A record of such
-            a topic with another outbox's id is known by its place. Without an entry every id is believed.
+            a topic with another outbox's id, or one that cannot be read, is known by its place. Without an entry every
+            id is believed.
         commit: "sync" commits the offset after each record. "stored" leaves that to the client, which commits now and
             then (`enable.auto.commit` True) and at the end: faster, for a few more repeats after a crash.
         claim_store: where producers with `claim_check_above` put large payloads: the handler finds them in
@@ -154,8 +155,8 @@ def consume(
         UnsafeConsumer: if the consumer stores offsets by itself; no record was handled.
         InvalidConfig: if there is no source, or an entry of `outboxes` has no names; or if `transaction` does not
             commit, as seen in a second one after the first record that was handled.
-        InvalidMessageId: if a record's id cannot be read; the consumer is set back to it. `id_header=""` handles it by
-            its place.
+        InvalidMessageId: if a record's id cannot be read, and its topic has no entry in `outboxes`; the consumer is set
+            back to it. `id_header=""` handles it by its place.
         KafkaException: if the consumer cannot recover.
         ClaimMissing: if a record's payload is in a claim store that does not have it, or that was not given.
         OutboxError: if the handler returns a coroutine or a generator, whose work would never be done.
@@ -375,25 +376,31 @@ class _Loop:
                 return None
 
     def _id_of(self, message: Message) -> str:
+        believed = self._outboxes.get(message.topic() or "")
+        place = _id_by_place(message)
         try:
             message_id = message_id_of(message, self._id_header)
-        except Exception as error:
+        except InvalidMessageId as error:
+            if believed is not None:
+                self._tell_of_stranger("", message, f"header {self._id_header}: {error}")
+                return place
+            self._set_back(message)
+            raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
+        except Exception:
             self._set_back(message)  # whatever the reason: the next record's offset must not be committed
-            if isinstance(error, InvalidMessageId):
-                raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
             raise
-        believed = self._outboxes.get(message.topic() or "")
-        outbox, place = message_id.rpartition(":")[0], _id_by_place(message)
+        outbox = message_id.rpartition(":")[0]
         if believed is None or outbox in believed or message_id == place:
             return message_id
+        self._tell_of_stranger(
+            outbox, message, f"an id of outbox {outbox!r}, which `outboxes` does not name for its topic"
+        )
+        return place
+
+    def _tell_of_stranger(self, outbox: str, message: Message, what: str) -> None:
         if outbox not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
             self._strangers.add(outbox)
-            _log.warning(
-                "%s has an id of outbox %r, which `outboxes` does not name for its topic: it is known by its place",
-                _place(message),
-                outbox,
-            )
-        return place
+            _log.warning("%s is known by its place: %s", _place(message), what)
 
     def bookmark(self, message: Message) -> None:
         """Commit the offset after a record, or hand it to the client to commit."""

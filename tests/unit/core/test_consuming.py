@@ -10,6 +10,8 @@ from outbox_core.claims import CLAIM_HEADER, ClaimMissing
 from outbox_core.consuming import Consumed, backoff, consume, group_of, message_id_of
 from outbox_core.errors import InvalidConfig, InvalidMessageId, OutboxError, UnsafeConsumer
 
+ODD = (b"\xff", b"billing:\0", b"billing:" + 2000 * b"1")
+
 
 class Record:
     """A message, or an error in its place."""
@@ -405,6 +407,20 @@ def test_ids_of_strangers_are_not_believed():
     assert run(consumer, work=work, outboxes={"orders": ["billing"], "others": ["shop"]}) == Consumed(4, 0)
     places = {f"orders-3-{offset}" for offset in (5, 6, 7)}
     assert work.accepted == {("billing", one) for one in {*places, "billing:1"}}
+
+
+def test_ids_of_named_topics_that_cannot_be_kept(caplog):
+    """Where outboxes are named, an id that no outbox writes is not believed either, and stops nothing."""
+    consumer = PlayedConsumer(*[Record(5 + at, [("outbox-id", odd)]) for at, odd in enumerate(ODD)])
+    work = Work(consumer)
+    assert run(consumer, work=work, outboxes={"orders": ["billing"]}) == Consumed(len(ODD), 0)
+    assert work.accepted == {("billing", f"orders-3-{5 + at}") for at in range(len(ODD))}
+    (line,) = [line for line in caplog.messages if "known by its place" in line]
+    assert "header outbox-id" in line
+    assert "orders[3] at offset 5" in line
+    consumer = PlayedConsumer(Record(5, [("outbox-id", ODD[0])]))
+    with pytest.raises(InvalidMessageId):
+        run(consumer, outboxes={"others": ["billing"]})
 
 
 def test_topics_that_are_not_named_believe_every_outbox():
