@@ -41,7 +41,7 @@ from outbox_core.claims.claims import ClaimMissing, ClaimStore
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer, refuse_unfinished
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
-from outbox_core.kafka.errors import GROUP_MOVED, MEMBER_RECOVERS
+from outbox_core.kafka.errors import MEMBER_RECOVERS
 from outbox_core.kafka.messages import UnreadableHeaders, bring_back, headers_of
 
 __all__ = [
@@ -452,7 +452,7 @@ def _raise_first(committed: list[TopicPartition] | None) -> None:
 def _forgive(error: KafkaException, what: str) -> None:
     """Log it; raise it if it will not pass, such as a missing right."""
     cause: KafkaError = error.args[0]
-    if cause.fatal() or not (cause.retriable() or cause.code() in GROUP_MOVED):
+    if cause.fatal() or not (cause.retriable() or cause.code() in MEMBER_RECOVERS):
         raise error
     _log.info("%s: %s", what, cause.str())
 

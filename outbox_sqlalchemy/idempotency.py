@@ -180,7 +180,9 @@ def _shown_signature(endpoint: Callable[..., Any], repeated: Callable[..., Any],
     for each in (endpoint, repeated):
         inner = unwrap(each)
         if isgeneratorfunction(inner) or isasyncgenfunction(inner):
-            raise TypeError(f"{inner.__qualname__} is a generator, whose work would be done after the commit; return")
+            raise TypeError(
+                f"{inner.__qualname__} is a generator, whose work would be done after the commit; return an answer"
+            )
     if _is_asynchronous(endpoint) != _is_asynchronous(repeated):
         raise TypeError(f"{endpoint.__qualname__} and {repeated.__qualname__}: write both with `async def`, or neither")
     full = signature(endpoint, eval_str=True)

@@ -312,7 +312,10 @@ def test_errors_that_do_not_pass(error):
 
 
 @pytest.mark.parametrize("commit", ["sync", "stored"])
-@pytest.mark.parametrize("code", [KafkaError.ILLEGAL_GENERATION, KafkaError._STATE, KafkaError._TIMED_OUT])
+@pytest.mark.parametrize(
+    "code",
+    [KafkaError.ILLEGAL_GENERATION, KafkaError._STATE, KafkaError._TIMED_OUT, KafkaError.UNKNOWN_TOPIC_OR_PART],
+)
 def test_a_commit_that_fails_because_the_partition_moved(code, commit):
     """A record whose offset cannot be committed counts as handled; the partition's next owner sees it again."""
     consumer = PlayedConsumer(Record(5), Record(6))
