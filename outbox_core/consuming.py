@@ -6,7 +6,7 @@ For each record, in this order:
 2. accept the record by its id (`outbox_core.inbox`); a repeat skips the next two steps;
 3. run the handler in the transaction;
 4. confirm that the transaction can commit what was accepted: the handler may have caught the error that aborted it;
-5. commit the transaction;
+5. commit the transaction, and look once, at the first record, whether the acceptance is there;
 6. only then commit the record's offset.
 
 A process that dies before 5 leaves neither the acceptance nor the handler's work: the record comes again, and is
@@ -34,14 +34,14 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypedDict, TypeVar
+from typing import Generic, Literal, Protocol, TypedDict, TypeVar
 
 from outbox_core import tracing
 from outbox_core.claims.claims import ClaimMissing, ClaimStore
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer, refuse_unfinished
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
-from outbox_core.kafka.errors import GROUP_MOVED, MEMBER_RECOVERS
+from outbox_core.kafka.errors import MEMBER_RECOVERS
 from outbox_core.kafka.messages import UnreadableHeaders, bring_back, headers_of
 
 __all__ = [
@@ -131,12 +131,14 @@ def consume(
             `enable.auto.commit` too, unless `commit` is "stored". Rebalances happen between records.
         handler: called with the transaction and the record, once for each record that is accepted.
         transaction: makes a context manager that begins a transaction, commits at its end, and rolls back when an
-            exception leaves it; by default its value is a DB-API connection.
+            exception leaves it; by default its value is a DB-API connection. A handler's exception that it swallows,
+            such as `psycopg.Rollback`, is raised nevertheless.
         inbox: accepts messages in a transaction; by default `Inbox("inbox")`.
         source: the source of the ids; by default the consumer's group.
         id_header: name of the header with the record's id; "" goes by topic, partition and offset alone.
         outboxes: for each topic the names of the outboxes that feed it, such as `shop.public.outbox`. A record of such
-            a topic with another outbox's id is known by its place. Without an entry every id is believed.
+            a topic with another outbox's id, or one that cannot be read, is known by its place. Without an entry every
+            id is believed.
         commit: "sync" commits the offset after each record. "stored" leaves that to the client, which commits now and
             then (`enable.auto.commit` True) and at the end: faster, for a few more repeats after a crash.
         claim_store: where producers with `claim_check_above` put large payloads: the handler finds them in
@@ -151,9 +153,10 @@ def consume(
 
     Raises:
         UnsafeConsumer: if the consumer stores offsets by itself; no record was handled.
-        InvalidConfig: if there is no source, or an entry of `outboxes` has no names.
-        InvalidMessageId: if a record's id cannot be read; the consumer is set back to it. `id_header=""` handles it by
-            its place.
+        InvalidConfig: if there is no source, or an entry of `outboxes` has no names; or if `transaction` does not
+            commit, as seen in a second one after the first record that was handled.
+        InvalidMessageId: if a record's id cannot be read, and its topic has no entry in `outboxes`; the consumer is set
+            back to it. `id_header=""` handles it by its place.
         KafkaException: if the consumer cannot recover.
         ClaimMissing: if a record's payload is in a claim store that does not have it, or that was not given.
         OutboxError: if the handler returns a coroutine or a generator, whose work would never be done.
@@ -166,16 +169,23 @@ def consume(
     _one_of(("raise", "skip"), on_missing_claim, "on_missing_claim")
     acceptor: Acceptor[Transaction] = inbox or Inbox()  # type: ignore[assignment]
     inbox_key(source, "any")
+    transactions = _Transactions(transaction)
     stop = stop or threading.Event()
 
     def attempt(message: Message, message_id: str) -> bool:
-        with _process_span(consumer, message, message_id), transaction() as begun:
+        def work(begun: Transaction) -> bool:
             accepted = acceptor.accept(begun, source, message_id)
             if accepted:
                 if _has_payload(message, claim_store, on_missing_claim):  # not for repeats, whose payloads may be gone
                     refuse_unfinished(handler(begun, message), message.topic())
                 acceptor.confirm(begun, source, message_id)
-        return accepted
+            return accepted
+
+        with _process_span(consumer, message, message_id):
+            accepted = transactions.run(work)
+            if accepted:
+                transactions.refuse_lost(lambda begun: acceptor.accept(begun, source, message_id))
+            return accepted
 
     handled = repeats = 0
     try:
@@ -265,6 +275,45 @@ def _process_span(consumer: Consumer, message: Message, message_id: str) -> Abst
     return spans.process(message.topic() or "", headers_of(message), attributes)
 
 
+class _Transactions(Generic[Transaction]):
+    """The transactions of a call of `consume`, by the context managers of its caller."""
+
+    def __init__(self, begin: Callable[[], AbstractContextManager[Transaction]]) -> None:
+        self._begin = begin
+        self._commit = False  # as has been seen
+
+    def run(self, work: Callable[[Transaction], bool]) -> bool:
+        """Return the answer of work in a transaction, or raise its error, even one that the context manager swallows.
+
+        psycopg, for one, ends a block without an error at `psycopg.Rollback`.
+        """
+        failure: BaseException | None = None
+        try:
+            with self._begin() as begun:
+                try:
+                    return work(begun)
+                except BaseException as error:
+                    failure = error
+                    raise
+            raise failure
+        finally:
+            failure = None  # its traceback has this frame
+
+    def refuse_lost(self, accept: Callable[[Transaction], bool]) -> None:
+        """Raise InvalidConfig if what was accepted is new to a second transaction, unless one was found committed."""
+
+        def look(begun: Transaction) -> bool:
+            if accept(begun):
+                raise InvalidConfig(
+                    "transaction: its context manager has committed nothing, though it ended without an error: it has "
+                    "to begin a transaction and to commit it (psycopg: `psycopg.connect(dsn)` does, `closing(...)` of "
+                    "it does not; SQLAlchemy: `sessions.begin` and `engine.begin`, not `engine.connect`)"
+                )
+            return True
+
+        self._commit = self._commit or self.run(look)
+
+
 class _Loop:
     """The consumer of a call of `consume`: reads, retries, seeks back and commits offsets. Used by one thread."""
 
@@ -327,25 +376,31 @@ class _Loop:
                 return None
 
     def _id_of(self, message: Message) -> str:
+        believed = self._outboxes.get(message.topic() or "")
+        place = _id_by_place(message)
         try:
             message_id = message_id_of(message, self._id_header)
-        except Exception as error:
+        except InvalidMessageId as error:
+            if believed is not None:
+                self._tell_of_stranger("", message, f"header {self._id_header}: {error}")
+                return place
+            self._set_back(message)
+            raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
+        except Exception:
             self._set_back(message)  # whatever the reason: the next record's offset must not be committed
-            if isinstance(error, InvalidMessageId):
-                raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
             raise
-        believed = self._outboxes.get(message.topic() or "")
-        outbox, place = message_id.rpartition(":")[0], _id_by_place(message)
+        outbox = message_id.rpartition(":")[0]
         if believed is None or outbox in believed or message_id == place:
             return message_id
+        self._tell_of_stranger(
+            outbox, message, f"an id of outbox {outbox!r}, which `outboxes` does not name for its topic"
+        )
+        return place
+
+    def _tell_of_stranger(self, outbox: str, message: Message, what: str) -> None:
         if outbox not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
             self._strangers.add(outbox)
-            _log.warning(
-                "%s has an id of outbox %r, which `outboxes` does not name for its topic: it is known by its place",
-                _place(message),
-                outbox,
-            )
-        return place
+            _log.warning("%s is known by its place: %s", _place(message), what)
 
     def bookmark(self, message: Message) -> None:
         """Commit the offset after a record, or hand it to the client to commit."""
@@ -397,7 +452,7 @@ def _raise_first(committed: list[TopicPartition] | None) -> None:
 def _forgive(error: KafkaException, what: str) -> None:
     """Log it; raise it if it will not pass, such as a missing right."""
     cause: KafkaError = error.args[0]
-    if cause.fatal() or not (cause.retriable() or cause.code() in GROUP_MOVED):
+    if cause.fatal() or not (cause.retriable() or cause.code() in MEMBER_RECOVERS):
         raise error
     _log.info("%s: %s", what, cause.str())
 

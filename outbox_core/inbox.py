@@ -22,9 +22,11 @@ Idempotency-Key, so that it is either done as a whole, or may come again:
 
 **Success is what the database says.** PostgreSQL makes of the COMMIT of an aborted transaction a ROLLBACK, without an
 error: a handler that catches an error of the database, and goes on, would lose its work and the acceptance while its
-caller takes both for done. So the end of a transaction is preceded by a question, `confirm`: is the row of this
-acceptance there, and of this transaction or a savepoint of it? A row that another transaction committed is not: then
-the handler has ended ours, and what it did since belongs to no acceptance. A savepoint that is rolled back hurts
+caller takes both for done. So the end of a transaction is preceded by a question, `confirm`: is it the one that has
+accepted? `accept` marks it by a setting that ends with it, or with a savepoint around it, which can be read under any
+`search_path`, role and policy that the handler has set. Where a later acceptance has replaced the mark, the row is
+looked for: is it there, and of this transaction or a savepoint of it? A row that another transaction committed is not:
+then the handler has ended ours, and what it did since belongs to no acceptance. A savepoint that is rolled back hurts
 nobody.
 
 The conflict is named, `(source, message_id)`, so that a table without its primary key is an error. It is the unique
@@ -40,7 +42,7 @@ from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox_core.drivers import ABORTED_TRANSACTION, plain_cursor, sqlstate
-from outbox_core.errors import AcceptanceLost, InvalidMessageId, OutboxError
+from outbox_core.errors import AcceptanceLost, InvalidMessageId, OutboxError, is_unfinished
 from outbox_core.plain import plain
 from outbox_core.row_security import fetch_on, refuse_hidden
 from outbox_core.schema import TableName, iso_time_sql
@@ -68,8 +70,10 @@ KEY_HEADER: Final = "Idempotency-Key"
 
 _ACCEPT = """
 INSERT INTO {table} (source, message_id, accept_time) VALUES (%s, %s, now())
-ON CONFLICT (source, message_id) DO NOTHING RETURNING 1
+ON CONFLICT (source, message_id) DO NOTHING RETURNING set_config('kafka_outbox.accepted', %s, true)
 """
+
+IS_MARKED: Final = "SELECT 1 WHERE current_setting('kafka_outbox.accepted', true) = %s"
 
 # A row whose transaction is in progress, and that is seen nevertheless, is our own. `xmin` has the lower half of a
 # number; the row has ours, or that of a savepoint, which is later. Earlier ones are others'.
@@ -154,24 +158,27 @@ class Inbox:
             InvalidMessageId: if one of them is empty, too long or no text; nothing was sent.
             TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
         """
-        parameters = inbox_key(source, message_id)
+        key = inbox_key(source, message_id)
         require_transaction(connection, "acceptance")
         with closing(plain_cursor(connection)) as cursor:
-            cursor.execute(self._accept_sql, parameters)
+            cursor.execute(self._accept_sql, (*key, mark(self.table, *key)))
             return cursor.fetchone() is not None
 
     def confirm(self, connection: Connection, source: str | int | UUID, message_id: str | bytes | int | UUID) -> None:
         """Make sure that this transaction can commit what it has accepted. Call it last, before the commit.
 
-        `consume` and the decorators of the frameworks do. It takes one round trip.
+        `consume` and the decorators of the frameworks do. It takes one round trip; two if the transaction has accepted
+        another message since.
 
         Raises:
             AcceptanceLost: if an error has aborted the transaction, or if it was ended since `accept` returned True.
         """
-        parameters = inbox_key(source, message_id)
+        key = inbox_key(source, message_id)
         with confirming(), closing(plain_cursor(connection)) as cursor:
-            cursor.execute(self._confirm_sql, parameters)
-            refuse_lost(goes_on=cursor.fetchone() is not None)
+            cursor.execute(IS_MARKED, [mark(self.table, *key)])
+            if cursor.fetchone() is None:
+                cursor.execute(self._confirm_sql, key)
+                refuse_lost(goes_on=cursor.fetchone() is not None)
 
     @staticmethod
     def begin(connection: Connection) -> None:
@@ -256,6 +263,11 @@ def refuse_lost(*, goes_on: bool) -> None:
         raise AcceptanceLost(_LOST)
 
 
+def mark(table: object, source: str, message_id: str) -> str:
+    """Return the mark of a transaction that has accepted a message: no two messages have the same."""
+    return f"{table}:{len(source)}:{source}:{message_id}"
+
+
 def request_key(
     request: Any, headers: Mapping[str, str], source: str | Callable[[Any], str], *, required: bool
 ) -> tuple[str, str] | None:
@@ -276,10 +288,18 @@ def request_key(
     return source(request) if callable(source) else source, key
 
 
-def is_refusal(answer: object) -> bool:
-    """Return True if an answer undoes its transaction: a status of 400 or more. A value without a status does not."""
-    status = getattr(answer, "status_code", None)
+def is_refusal(status: int | None) -> bool:
+    """Return True if an answer of that status undoes its transaction; None is one that the framework chooses."""
     return status is not None and status >= 400
+
+
+def refuse_late(answer: object, *, is_finished: bool) -> None:
+    """Refuse an answer that is made after the commit, by work that no transaction would keep (`OutboxError`)."""
+    if not is_finished or is_unfinished(answer):
+        raise OutboxError(
+            f"the endpoint answered {type(answer).__name__}, whose body is made after its transaction: what is done "
+            "there would be lost, and its key accepted; do the work first, and return a finished answer"
+        )
 
 
 def inbox_key(source: object, message_id: object) -> tuple[str, str]:

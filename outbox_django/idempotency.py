@@ -14,10 +14,10 @@ from inspect import iscoroutinefunction
 from typing import Any, TypeVar, cast
 
 from django.db import transaction
-from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.http import FileResponse, HttpRequest, HttpResponseBase, JsonResponse
 
 from outbox_core.errors import InvalidMessageId
-from outbox_core.inbox import is_refusal, request_key
+from outbox_core.inbox import is_refusal, refuse_late, request_key
 from outbox_django.databases import whole_atomic
 from outbox_django.inbox import InboxTable, configured_inbox
 
@@ -43,6 +43,11 @@ def idempotent(
             answer of 400 or more rolls back.
         using: alias of the database; without it as of `accept`.
         inbox: the inbox table; by default the one of the OUTBOX setting.
+
+    Raises:
+        TypeError: if the view is asynchronous.
+        OutboxError: at a request whose view returns no response, or one that is made later, as a
+            `StreamingHttpResponse` is: what it does then belongs to no transaction. A `FileResponse` may be.
     """
 
     def decorate(view: View) -> View:
@@ -64,12 +69,18 @@ def idempotent(
                 else:
                     is_new, confirm = table.accept(*key, using=alias), partial(table.confirm, *key)
                 answer = (view if is_new else repeated)(request, *args, **kwargs)
-                if is_refusal(answer):
+                if isinstance(answer, HttpResponseBase) and is_refusal(answer.status_code):
                     transaction.set_rollback(True, using=alias)
                 elif is_new:
+                    refuse_late(answer, is_finished=_is_finished(answer))
                     confirm(using=alias)
                 return answer
 
         return cast("View", handle)
 
     return decorate
+
+
+def _is_finished(answer: object) -> bool:
+    is_stream = getattr(answer, "streaming", False) and not isinstance(answer, FileResponse)
+    return isinstance(answer, HttpResponseBase) and not is_stream

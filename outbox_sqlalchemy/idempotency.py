@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
-from inspect import Signature, iscoroutinefunction, signature
+from inspect import Signature, isasyncgenfunction, iscoroutinefunction, isgeneratorfunction, signature, unwrap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from outbox_core.errors import InvalidMessageId
-from outbox_core.inbox import is_refusal, request_key
+from outbox_core.inbox import is_refusal, refuse_late, request_key
 from outbox_sqlalchemy.inbox import Inbox
 
 if TYPE_CHECKING:
@@ -40,9 +40,10 @@ def idempotent(
     """Decorate an endpoint that changes data: a request that comes again with its Idempotency-Key has its effect once.
 
     The endpoint has the parameters `request` and `session`. The decorator accepts the key in the session's transaction,
-    calls the endpoint and commits; an answer of 400 or more and an exception, such as FastAPI's HTTPException, roll
-    back and free the key, and so does a request without a key. An `async def` has an asynchronous session, a `def`
-    a synchronous one. In FastAPI put it below `@app.post(...)`.
+    calls the endpoint and commits; an answer of 400 or more (a status that it sets on FastAPI's `response: Response`,
+    too) and an exception, such as FastAPI's HTTPException, roll back and free the key, and so they do for a request
+    without a key. An `async def` has an asynchronous session, a `def` a synchronous one. In FastAPI put it below
+    `@app.post(...)`.
 
     The session is the one that the framework injects, as `session: Annotated[Session, Depends(get_session)]`: the one
     of the request's other dependencies, whose transaction goes on and is committed too. With `sessions` the decorator
@@ -60,7 +61,10 @@ def idempotent(
         inbox: the inbox table; by default the one named `inbox`.
 
     Raises:
-        TypeError: if the endpoint lacks one of the two parameters, or only one of the two functions is asynchronous.
+        TypeError: if the endpoint lacks one of the two parameters, only one of the two functions is asynchronous, or
+            one is a generator.
+        OutboxError: at a request whose endpoint returns a stream, whose work would be done after the commit: answered
+            500, and nothing is kept.
         AcceptanceLost: at a request whose endpoint has caught an error of the database outside a savepoint, or ended
             the transaction: answered 500, as any other error.
     """
@@ -72,13 +76,14 @@ def idempotent(
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request:
             given = shown.bind(*args, **kwargs).arguments
             key = request_key(given["request"], given["request"].headers, source, required=required)
+            response = next(filter(_is_response, given.values()), None)
             if sessions is None:
-                return _Request(table, key, given["session"], nullcontext(), {})
+                return _Request(table, key, response, given["session"], nullcontext(), {})
             is_maker = isinstance(sessions, sessionmaker | async_sessionmaker)
             session = sessions() if is_maker else sessions(given["request"])
-            return _Request(table, key, session, session, {"session": session})
+            return _Request(table, key, response, session, session, {"session": session})
 
-        shell = _asynchronous if iscoroutinefunction(endpoint) else _synchronous
+        shell = _asynchronous if _is_asynchronous(endpoint) else _synchronous
         handle: Endpoint = shell(begin, endpoint, repeated)
         handle.__signature__ = shown  # type: ignore[attr-defined]  # where FastAPI looks for parameters
         return handle
@@ -87,10 +92,14 @@ def idempotent(
 
 
 class _Request(NamedTuple):
-    """A request with its session, the context in which that is open, and the argument by which an endpoint gets it."""
+    """A request with its session, the context in which that is open, and the argument by which an endpoint gets it.
+
+    `response` is the one that FastAPI gives an endpoint with such a parameter, to set the status of what it returns.
+    """
 
     inbox: Inbox
     key: tuple[str, str] | None
+    response: Any
     session: Any
     opened: Any
     argument: dict[str, Any]
@@ -101,7 +110,13 @@ class _Request(NamedTuple):
         self.inbox.begin(session)
         return True
 
-    def confirm(self, session: Session) -> None:
+    def is_refused(self, answer: object) -> bool:
+        response: Any = answer if _is_response(answer) else self.response
+        return response is not None and is_refusal(response.status_code)
+
+    def confirm(self, session: Session, answer: object) -> None:
+        # Not a class: that of sse-starlette, for one, is none of Starlette's own.
+        refuse_late(answer, is_finished=not (_is_response(answer) and hasattr(answer, "body_iterator")))
         if self.key is not None:
             self.inbox.confirm(session, *self.key)
         else:
@@ -120,11 +135,11 @@ def _asynchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) 
             try:
                 is_new = await session.run_sync(asked.accept)
                 answer = await (endpoint if is_new else repeated)(*args, **asked.argument, **kwargs)
-                if is_refusal(answer):
+                if asked.is_refused(answer):
                     await session.rollback()
                     return answer
                 if is_new:
-                    await session.run_sync(asked.confirm)
+                    await session.run_sync(asked.confirm, answer)
                 await session.commit()
             except BaseException:
                 await session.rollback()
@@ -146,11 +161,11 @@ def _synchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) -
             try:
                 is_new = asked.accept(session)
                 answer = (endpoint if is_new else repeated)(*args, **asked.argument, **kwargs)
-                if is_refusal(answer):
+                if asked.is_refused(answer):
                     session.rollback()
                     return answer
                 if is_new:
-                    asked.confirm(session)
+                    asked.confirm(session, answer)
                 session.commit()
             except BaseException:
                 session.rollback()
@@ -162,7 +177,13 @@ def _synchronous(begin: Callable[..., _Request], endpoint: Any, repeated: Any) -
 
 def _shown_signature(endpoint: Callable[..., Any], repeated: Callable[..., Any], *, has_session: bool) -> Signature:
     """Return the endpoint's signature, with `session` or without, its annotations evaluated in its own module."""
-    if iscoroutinefunction(endpoint) != iscoroutinefunction(repeated):
+    for each in (endpoint, repeated):
+        inner = unwrap(each)
+        if isgeneratorfunction(inner) or isasyncgenfunction(inner):
+            raise TypeError(
+                f"{inner.__qualname__} is a generator, whose work would be done after the commit; return an answer"
+            )
+    if _is_asynchronous(endpoint) != _is_asynchronous(repeated):
         raise TypeError(f"{endpoint.__qualname__} and {repeated.__qualname__}: write both with `async def`, or neither")
     full = signature(endpoint, eval_str=True)
     for name in ("request", "session"):
@@ -171,6 +192,18 @@ def _shown_signature(endpoint: Callable[..., Any], repeated: Callable[..., Any],
     if has_session:
         return full
     return full.replace(parameters=[found for name, found in full.parameters.items() if name != "session"])
+
+
+def _is_asynchronous(endpoint: Callable[..., Any]) -> bool:
+    """Return True for an `async def`, also behind synchronous decorators, as FastAPI sees it."""
+    return iscoroutinefunction(endpoint) or iscoroutinefunction(unwrap(endpoint))
+
+
+def _is_response(value: object) -> bool:
+    """Return True for a response; any other object may have a `status_code` of its own, as a model does."""
+    from starlette.responses import Response
+
+    return isinstance(value, Response)
 
 
 def _problem(error: InvalidMessageId) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Executable, MetaData, Table, bindparam, func, literal_column, select, text
+from sqlalchemy import Executable, MetaData, Table, Text, bindparam, func, literal_column, select, text, true
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InvalidRequestError
 
 from outbox_core.errors import OutboxTableError
-from outbox_core.inbox import BEGIN, GOES_ON, IS_OURS, confirming, inbox_key, refuse_lost
+from outbox_core.inbox import BEGIN, GOES_ON, IS_MARKED, IS_OURS, confirming, inbox_key, mark, refuse_lost
 from outbox_core.schema import INBOX_COLUMNS
 from outbox_sqlalchemy.sessions import (
     ACCEPTING,
@@ -23,6 +23,8 @@ from outbox_sqlalchemy.sessions import (
     synchronous,
 )
 from outbox_sqlalchemy.table import make_inbox_table
+
+_IS_MARKED = text(IS_MARKED.replace("%s", ":mark")).bindparams(bindparam("mark", type_=Text))
 
 
 class Inbox:
@@ -64,7 +66,7 @@ class Inbox:
                 }
             )
             .on_conflict_do_nothing(index_elements=[source, message_id])
-            .returning(literal_column("1"))
+            .returning(func.set_config("kafka_outbox.accepted", bindparam("accepted_mark", type_=Text), true()))
         )
         self._confirm: Executable = select(literal_column("1")).where(
             source == bindparam("accepted_source"), message_id == bindparam("accepted_id"), text(IS_OURS)
@@ -92,13 +94,18 @@ class Inbox:
         """
         accepted_source, accepted_id = inbox_key(source, message_id)
         connection = connection_for(synchronous(session, ACCEPTING), self._target)
-        parameters = {"accepted_source": accepted_source, "accepted_id": accepted_id}
+        parameters = {
+            "accepted_source": accepted_source,
+            "accepted_id": accepted_id,
+            "accepted_mark": mark(self.table.fullname, accepted_source, accepted_id),
+        }
         return connection.execute(self._insert, parameters).first() is not None
 
     def confirm(self, session: SyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID) -> None:
         """Make sure that this transaction can commit what it has accepted. Call it last, before the commit.
 
-        `consume` and `idempotent` do. It takes one round trip, and flushes nothing.
+        `consume` and `idempotent` do. It takes one round trip, two if the transaction has accepted another message
+        since, and flushes nothing.
 
         Raises:
             AcceptanceLost: if an error has aborted the transaction, or if it was ended since `accept` returned True.
@@ -107,18 +114,22 @@ class Inbox:
         parameters = {"accepted_source": accepted_source, "accepted_id": accepted_id}
         with confirming(InvalidRequestError):
             connection = connection_for(synchronous(session, ACCEPTING), self._target)
-            refuse_lost(goes_on=connection.execute(self._confirm, parameters).first() is not None)
+            marked = {"mark": mark(self.table.fullname, accepted_source, accepted_id)}
+            if connection.execute(_IS_MARKED, marked).first() is None:
+                refuse_lost(goes_on=connection.execute(self._confirm, parameters).first() is not None)
 
     def begin(self, session: SyncSession) -> None:
-        """Mark the transaction of work that accepts no message, for `confirm_begun`."""
+        """Mark the transaction of work that accepts no message, for `confirm_begun`; no other database needs that."""
         connection = connection_for(synchronous(session, ACCEPTING), self._target)
-        connection.execute(text(BEGIN))
+        if connection.dialect.name == "postgresql":
+            connection.execute(text(BEGIN))
 
     def confirm_begun(self, session: SyncSession) -> None:
         """Make sure that a transaction can commit since it was marked, or raise AcceptanceLost, as `confirm` does."""
         with confirming(InvalidRequestError):
             connection = connection_for(synchronous(session, ACCEPTING), self._target)
-            refuse_lost(goes_on=connection.execute(text(GOES_ON)).first() is not None)
+            if connection.dialect.name == "postgresql":
+                refuse_lost(goes_on=connection.execute(text(GOES_ON)).first() is not None)
 
     async def aconfirm(
         self, session: AnyAsyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID

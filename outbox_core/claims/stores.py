@@ -64,7 +64,7 @@ class FolderStore:
         try:
             with open(self._path(name), "rb", opener=self._open) as file:
                 return file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ClaimMissing(f"{self._folder} has no payload {name}") from None
 
     def names(self) -> Iterator[str]:
@@ -129,7 +129,7 @@ class FsspecStore:
         """Read an object."""
         try:
             return bytes(self._filesystem.cat_file(self._path(name)))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ClaimMissing(f"{self!r} has no payload {name}") from None
 
     def names(self) -> Iterator[str]:

@@ -135,7 +135,7 @@ MEMBER_RECOVERS = GROUP_MOVED | {
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.LEADER_NOT_AVAILABLE,
 }
-"""Codes in place of a record that a member recovers from by itself."""
+"""Codes in place of a record, or of a commit of its offset, that a member recovers from by itself."""
 
 MEMBER_HOPELESS = AUTHORIZATION_FAILED | {
     KafkaError.INCONSISTENT_GROUP_PROTOCOL,

@@ -20,7 +20,7 @@ from typing import Any, Self
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from outbox_core.inbox import IS_OURS
+from outbox_core.inbox import IS_MARKED, IS_OURS
 from tests.simulation.network import LOST, Connection, Network, Respond, Server
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
 from tests.simulation.threads import Event
@@ -41,6 +41,7 @@ _LOOK_SECONDS = 0.2  # at sessions whose connection has broken
 _SILENT_SECONDS = 20.0  # until the client's system gives a silent connection up
 _SLOW_SHARE, _SLOWEST_SECONDS, _FAST_SECONDS = 0.05, 0.05, 0.0005
 _REFUSED = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.QueryCanceled)
+_MARK = ("", "kafka_outbox.accepted")  # the place of a setting, which ends with its transaction or savepoint
 
 
 # -- SQL
@@ -56,6 +57,7 @@ class _Statement:
     is_ours: bool = False  # rows of the own transaction alone
     locks: bool = False
     skips_conflicts: bool = False
+    marks: bool = False  # its last parameter becomes a setting of the transaction
     nulls: tuple[str, ...] = ()  # columns that an UPDATE makes NULL
 
 
@@ -76,7 +78,7 @@ def _plain(name: str) -> str:
 def parse(sql: str) -> _Statement:
     """Return what a statement does; those that this PostgreSQL does not know are refused at once."""
     sql = sql.strip()
-    if sql in (CONNECT, FAILS, "SELECT 1"):
+    if sql in (CONNECT, FAILS, IS_MARKED, "SELECT 1"):
         return _Statement(sql)
     if found := _CONTROL.fullmatch(sql):
         return _Statement(found[1].upper(), name=found[2] or "")
@@ -84,7 +86,11 @@ def parse(sql: str) -> _Statement:
         values = [value.strip() for value in found[3].split(",")]
         columns = [_plain(name) for name, value in zip(found[2].split(","), values, strict=True) if "%s" in value]
         return _Statement(
-            "INSERT", _plain(found[1]), tuple(columns), skips_conflicts="ON CONFLICT" in found["rest"]
+            "INSERT",
+            _plain(found[1]),
+            tuple(columns),
+            skips_conflicts="ON CONFLICT" in found["rest"],
+            marks="RETURNING set_config(" in found["rest"],
         )  # fmt: skip
     if found := _SELECT.fullmatch(sql):
         where, is_ours = found[3].replace(IS_OURS, ""), IS_OURS in found[3]
@@ -141,7 +147,7 @@ class _Transaction:
 
     @property
     def changes(self) -> dict[Place, Row]:
-        return {place: row for _, rows in self.layers for place, row in rows.items()}
+        return {place: row for _, rows in self.layers for place, row in rows.items() if place != _MARK}
 
 
 @dataclass(eq=False)
@@ -317,7 +323,11 @@ class Tables:
         self, transaction: _Transaction, statement: _Statement, parameters: list[Any]
     ) -> tuple[list[tuple[Any, ...]], int]:  # fmt: skip
         table, columns = statement.table, statement.columns
+        if statement.verb == IS_MARKED:
+            is_marked = transaction.written(_MARK) == {"mark": parameters[0]}
+            return [(1,)] * is_marked, int(is_marked)
         if statement.verb == "INSERT":
+            marked = {_MARK: {"mark": parameters.pop()}} if statement.marks else {}
             row = dict(zip(columns, parameters, strict=True))
             place = table, self._key(table, row)
             self._lock(transaction, place)
@@ -325,7 +335,7 @@ class Tables:
                 if statement.skips_conflicts:
                     return [], 0
                 raise psycopg.errors.UniqueViolation(f"duplicate key value of {table}")
-            transaction.layers[-1][1][place] = row
+            transaction.layers[-1][1].update({place: row, **marked})
             return [(1,)], 1
         values, rest = (parameters[: len(columns)], parameters[len(columns) :])
         conditions = rest if statement.verb == "UPDATE" else parameters

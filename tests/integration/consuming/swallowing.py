@@ -104,7 +104,7 @@ def place(database):
         connection.execute(f"CREATE ROLE {role} LOGIN SUPERUSER")
     yield make_url(database).set(username=role, password=None).render_as_string()
     with psycopg.connect(database) as connection:
-        connection.execute(f"DROP ROLE {role}")
+        connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 def found(place):

@@ -12,18 +12,19 @@ import psycopg2
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 import outbox_sqlalchemy as outbox
-from outbox_core import AcceptanceLost, Stasher
+from outbox_core import AcceptanceLost, Inbox, InvalidMessageId, Stasher
 from outbox_core.consuming import Consumed, consume
+from outbox_core.errors import InvalidConfig
 from outbox_core.record import OutboxRecord
 from outbox_core.testing import in_memory_outbox
 from outbox_core.testing.kafka import InProcessKafka
-from tests.integration.consuming.swallowing import COMMITS, WRONG, Handler, found, place
+from tests.integration.consuming.swallowing import COMMITS, WORK, WRONG, Handler, found, place
 
 __all__ = ["place"]
 
@@ -147,3 +148,86 @@ def test_asynchronous_recipe(place, kafka, driver, way):
         return Consumed(handled=1, repeats=0)
 
     judge(place, kafka, way, run, begins_anew=driver != "asyncpg")
+
+
+SEES = {
+    "search path": "CREATE SCHEMA tenant; CREATE TABLE tenant.effect (value text); SET LOCAL search_path TO tenant",
+    "search path to another inbox": "CREATE SCHEMA tenant; CREATE TABLE tenant.effect (value text); "
+    "CREATE TABLE tenant.inbox (LIKE inbox INCLUDING ALL); SET LOCAL search_path TO tenant",
+    "role": "GRANT INSERT ON effect TO pg_monitor; SET LOCAL ROLE pg_monitor",
+    "policy": "GRANT INSERT ON effect TO pg_monitor; GRANT SELECT, INSERT ON inbox TO pg_monitor; "
+    "ALTER TABLE inbox ENABLE ROW LEVEL SECURITY; SET LOCAL ROLE pg_monitor",
+}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("door", ["bare", "sqlalchemy"])
+def test_handlers_that_change_what_they_see(place, kafka, door, sees, ends):
+    """The question at the end does not depend on `search_path`, role and policies, which a handler may set."""
+
+    def work(run, transaction):
+        run(SEES[sees])
+        run(WORK.format("work"))
+        if ends:
+            transaction.commit()
+            run("SET LOCAL search_path TO tenant")
+
+    consumer = kafka.consumer("orders")
+    if door == "bare":
+        handle = lambda connection, _: work(connection.execute, connection)  # noqa: E731
+        once = lambda: consume(  # noqa: E731
+            consumer, handle, lambda: _connected(lambda: psycopg.connect(place)), stop=consumer.drained
+        )
+    else:
+        engine = create_engine(outbox.sqlalchemy_url(place), poolclass=NullPool)
+        handle = lambda session, _: work(lambda sql: session.execute(text(sql)), session)  # noqa: E731
+        once = lambda: outbox.consume(consumer, handle, lambda: Session(engine), stop=consumer.drained)  # noqa: E731
+    if ends:
+        with pytest.raises((psycopg.Error, DBAPIError, AcceptanceLost, InvalidRequestError)):
+            once()
+        assert kafka.position("test") == 0
+        return
+    assert once() == Consumed(handled=1, repeats=0)
+    assert (found(place)[1], kafka.position("test")) == (1, 1)
+
+
+@pytest.mark.parametrize("door", ["bare", "sqlalchemy"])
+def test_several_acceptances_in_one_transaction(place, door):
+    """Each is confirmed in any order, but not one whose savepoint was rolled back, nor one of another table."""
+    with psycopg.connect(place) as connection:
+        connection.execute("CREATE TABLE other (LIKE inbox INCLUDING ALL)")
+    engine = create_engine(outbox.sqlalchemy_url(place), poolclass=NullPool)
+    make, run = (Inbox, str) if door == "bare" else (outbox.Inbox, text)
+    with psycopg.connect(place) if door == "bare" else engine.connect() as transaction:
+        for number in "123":
+            assert make().accept(transaction, "a", number)
+        transaction.execute(run("SAVEPOINT inner_one"))
+        assert make().accept(transaction, "a", "4")
+        make().confirm(transaction, "a", "4")
+        for source, number in (("a:4", ""), ("", "a:4"), ("a:", "4")):
+            with pytest.raises((AcceptanceLost, InvalidMessageId)):
+                make().confirm(transaction, source, number)
+        with pytest.raises(AcceptanceLost):
+            make("other").confirm(transaction, "a", "4")
+        transaction.execute(run("ROLLBACK TO SAVEPOINT inner_one"))
+        for number in "213":
+            make().confirm(transaction, "a", number)
+        with pytest.raises(AcceptanceLost):
+            make().confirm(transaction, "a", "4")
+
+
+@pytest.mark.parametrize("kind", ["closing", "pg8000", "engine.connect", "session"])
+def test_transactions_that_do_not_commit(place, kafka, kind):
+    """A context manager that only closes its connection is refused at the first record, which comes again."""
+    engine = create_engine(outbox.sqlalchemy_url(place), poolclass=NullPool)
+    begin, inbox = {
+        "closing": (lambda: closing(psycopg.connect(place)), None),
+        "pg8000": (lambda: _on_driver("pg8000", place), None),
+        "engine.connect": (engine.connect, outbox.Inbox()),
+        "session": (lambda: Session(engine), outbox.Inbox()),
+    }[kind]
+    consumer = kafka.consumer("orders")
+    with pytest.raises(InvalidConfig, match="transaction: its context manager has committed nothing"):
+        consume(consumer, lambda *_: None, begin, inbox=inbox, stop=consumer.drained)
+    assert (found(place), kafka.position("test")) == (([], 0), 0)

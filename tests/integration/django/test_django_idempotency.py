@@ -2,14 +2,16 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 
 import pytest
 from django.contrib.auth.models import Group
 from django.db import connection, transaction
-from django.http import HttpResponse, JsonResponse
+from django.http import FileResponse, HttpResponse, JsonResponse, StreamingHttpResponse
 from django.test import RequestFactory
 
 import outbox_django as outbox
+from outbox_core.errors import OutboxError
 from outbox_django.models import Inbox, Outbox
 from tests.integration.django.django_fixtures import django_db_modify_db_settings
 
@@ -70,6 +72,29 @@ def test_a_request_that_fails_frees_its_key():
     assert _rows() == [0, 0, 0]
     assert _post("k").status_code == 201
     assert _rows() == [1, 1, 1]
+
+
+def _streams():
+    return StreamingHttpResponse(Group.objects.create(name=name).name for name in "ab")
+
+
+@pytest.mark.parametrize("key", ["k", None])
+@pytest.mark.parametrize("make", [_streams, lambda: (number for number in "ab"), dict])
+def test_answers_that_are_made_after_the_commit(make, key):
+    """An answer that is no response yet, or whose body is, is refused, and nothing is kept; a file may be sent."""
+
+    @outbox.idempotent("groups-api", repeated=_again)
+    def view(request, status):
+        del request, status
+        Group.objects.create(name="before")
+        return answers.pop()
+
+    answers = [FileResponse(BytesIO(b"a file")), make()]
+    with pytest.raises(OutboxError, match="do the work first, and return a finished answer"):
+        _post(key, view=view)
+    assert _rows() == [0, 0, 0]
+    assert b"".join(_post(key, view=view)) == b"a file"
+    assert _rows() == [1, 0, int(key is not None)]
 
 
 def test_inside_the_transaction_of_a_request():

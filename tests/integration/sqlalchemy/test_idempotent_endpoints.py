@@ -1,6 +1,7 @@
 """`outbox_sqlalchemy.idempotent` in real applications on a real Postgres: a repeated request has its effect once."""
 
 import asyncio
+from functools import wraps
 
 import httpx
 import psycopg
@@ -168,8 +169,24 @@ def test_endpoints_that_cannot_be():
     def now(request, session):
         raise AssertionError(request, session)
 
+    def lines(request, session):
+        yield request, session
+
+    async def later_lines(request, session):
+        yield request, session
+
+    def hidden(function):
+        @wraps(function)
+        def call(request, session):
+            return function(request, session)
+
+        return call
+
     decorate = outbox.idempotent("groups-api", sessionmaker(), repeated=now)
     for wrong, problem in (
+        (lines, r"lines is a generator, whose work would be done after the commit"),
+        (hidden(later_lines), r"later_lines is a generator"),
+        (hidden(later), r"later and .*now: write both with `async def`, or neither"),
         (later, r"later and .*now: write both with `async def`, or neither"),
         (lambda request: request, "needs a parameter 'session'"),
         (lambda session: session, "needs a parameter 'request'"),

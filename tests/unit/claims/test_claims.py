@@ -258,3 +258,11 @@ def test_links_are_not_followed(tmp_path):
         with pytest.raises(OSError, match=r"link|exists"):
             store.put(name, b"x")
     assert elsewhere.get(_NAME) == b"of others"
+
+
+@pytest.mark.parametrize("make", [FolderStore, lambda folder: FsspecStore(LocalFileSystem(), str(folder))])
+def test_a_topic_that_is_a_file(tmp_path, make):
+    """A name below another file of the folder is one of no payload: whoever writes to a topic may send such a name."""
+    (tmp_path / "README").write_text("payloads of the outbox")
+    with pytest.raises(ClaimMissing, match="has no payload README/2026"):
+        collect(make(tmp_path), _NAME.replace("orders", "README"))

@@ -1,7 +1,7 @@
 """The loop of `consume` with a stand-in for the consumer: its reaction to every kind of error."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -9,6 +9,8 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from outbox_core.claims import CLAIM_HEADER, ClaimMissing
 from outbox_core.consuming import Consumed, backoff, consume, group_of, message_id_of
 from outbox_core.errors import InvalidConfig, InvalidMessageId, OutboxError, UnsafeConsumer
+
+ODD = (b"\xff", b"billing:\0", b"billing:" + 2000 * b"1")
 
 
 class Record:
@@ -108,18 +110,21 @@ def run(consumer, handler=lambda *_: None, *, work=None, **options):
 
 
 def test_the_order_of_things():
-    """The handler runs in the transaction, and the offset is committed after it; a repeat only moves the offset."""
+    """The handler runs in the transaction, and the offset is committed after it; a repeat only moves the offset.
+
+    A second transaction sees at the first record that its acceptance was committed.
+    """
     consumer = PlayedConsumer(Record(5, [("outbox-id", b"o:1")]), Record(6, [("outbox-id", b"o:1")]))
     done = run(consumer, lambda _, message: consumer.log.append(("handle", message.offset())))
     assert done == Consumed(handled=1, repeats=1)
-    assert consumer.log == [("probe", 5), ("handle", 5), "end", ("commit", 6), "end", ("commit", 7)]
+    assert consumer.log == [("probe", 5), ("handle", 5), "end", "end", ("commit", 6), "end", ("commit", 7)]
 
 
 def test_stored_offsets():
     """With commit="stored" the client gets the offset after each record, and a commit at the end."""
     consumer = PlayedConsumer(Record(5), Record(6))
     run(consumer, commit="stored")
-    assert consumer.log == [("probe", 5), "end", ("store", 6), "end", ("store", 7), ("commit", "stored")]
+    assert consumer.log == [("probe", 5), "end", "end", ("store", 6), "end", ("store", 7), ("commit", "stored")]
     with pytest.raises(InvalidConfig, match="commit: expected 'sync' or 'stored', got 'async'"):
         run(PlayedConsumer(), commit="async")
 
@@ -183,6 +188,49 @@ def test_work_that_is_only_begun_is_not_accepted(handler):
     assert ("commit", 8) not in consumer.log
 
 
+def test_errors_that_the_transaction_swallows():
+    """A handler's error that the context manager swallows, as psycopg does `Rollback`, is one: the record is undone."""
+    consumer = PlayedConsumer(Record(5))
+    work = Work(consumer)
+    attempts = []
+
+    @contextmanager
+    def swallowing():
+        with suppress(LookupError), work.transaction() as begun:
+            yield begun
+
+    def handler(*_):
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise LookupError("roll this back")
+
+    def attempt(**options):
+        return consume(consumer, handler, swallowing, inbox=work, max_records=1, **options)
+
+    with pytest.raises(LookupError, match="roll this back"):
+        attempt()
+    assert consumer.log == [("probe", 5), "rollback", ("seek", 5)]
+    consumer.records.append(Record(5))
+    assert attempt(retry=backoff(2, first=0.001)) == Consumed(1, 0)
+    assert consumer.log[3:] == [("probe", 5), "rollback", "end", "end", ("commit", 6)]
+
+
+def test_a_transaction_that_does_not_commit():
+    """A context manager that commits nothing is found out at the first record, whose offset is not committed."""
+    consumer = PlayedConsumer(Record(5))
+    work = Work(consumer)
+
+    @contextmanager
+    def closing_only():
+        kept = set(work.accepted)
+        yield work
+        work.accepted = kept
+
+    with pytest.raises(InvalidConfig, match="transaction: its context manager has committed nothing"):
+        consume(consumer, lambda *_: None, closing_only, inbox=work, max_records=1)
+    assert consumer.log == [("probe", 5), ("seek", 5)]
+
+
 def test_retries():
     """A policy sets the pause before the next attempt; each attempt has a transaction of its own."""
     consumer = PlayedConsumer(Record(5))
@@ -194,7 +242,7 @@ def test_retries():
             raise ValueError("not yet")
 
     assert run(consumer, handler, retry=backoff(3, first=0.001)) == Consumed(1, 0)
-    assert consumer.log == [("probe", 5), "rollback", "rollback", "end", ("commit", 6)]
+    assert consumer.log == [("probe", 5), "rollback", "rollback", "end", "end", ("commit", 6)]
 
 
 def test_retries_end():
@@ -264,7 +312,10 @@ def test_errors_that_do_not_pass(error):
 
 
 @pytest.mark.parametrize("commit", ["sync", "stored"])
-@pytest.mark.parametrize("code", [KafkaError.ILLEGAL_GENERATION, KafkaError._STATE, KafkaError._TIMED_OUT])
+@pytest.mark.parametrize(
+    "code",
+    [KafkaError.ILLEGAL_GENERATION, KafkaError._STATE, KafkaError._TIMED_OUT, KafkaError.UNKNOWN_TOPIC_OR_PART],
+)
 def test_a_commit_that_fails_because_the_partition_moved(code, commit):
     """A record whose offset cannot be committed counts as handled; the partition's next owner sees it again."""
     consumer = PlayedConsumer(Record(5), Record(6))
@@ -359,6 +410,20 @@ def test_ids_of_strangers_are_not_believed():
     assert run(consumer, work=work, outboxes={"orders": ["billing"], "others": ["shop"]}) == Consumed(4, 0)
     places = {f"orders-3-{offset}" for offset in (5, 6, 7)}
     assert work.accepted == {("billing", one) for one in {*places, "billing:1"}}
+
+
+def test_ids_of_named_topics_that_cannot_be_kept(caplog):
+    """Where outboxes are named, an id that no outbox writes is not believed either, and stops nothing."""
+    consumer = PlayedConsumer(*[Record(5 + at, [("outbox-id", odd)]) for at, odd in enumerate(ODD)])
+    work = Work(consumer)
+    assert run(consumer, work=work, outboxes={"orders": ["billing"]}) == Consumed(len(ODD), 0)
+    assert work.accepted == {("billing", f"orders-3-{5 + at}") for at in range(len(ODD))}
+    (line,) = [line for line in caplog.messages if "known by its place" in line]
+    assert "header outbox-id" in line
+    assert "orders[3] at offset 5" in line
+    consumer = PlayedConsumer(Record(5, [("outbox-id", ODD[0])]))
+    with pytest.raises(InvalidMessageId):
+        run(consumer, outboxes={"others": ["billing"]})
 
 
 def test_topics_that_are_not_named_believe_every_outbox():

@@ -7,6 +7,8 @@ import pytest
 from sqlalchemy import MetaData, StaticPool, create_engine, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from starlette.requests import Request
+from starlette.responses import Response
 
 import outbox_sqlalchemy as outbox
 from outbox_core.testing import in_memory_outbox
@@ -167,3 +169,24 @@ def test_nothing_is_left_of_a_capture(engine):
             assert _keys(stashed) == [key]
         connection.rollback()
         assert _keys(stashed) == ["2"]
+
+
+@pytest.mark.parametrize("status", [201, 409])
+def test_idempotent_endpoints_without_a_key(engine, in_memory_outbox, status):
+    """On another database a request without a key is handled as ever: nothing of PostgreSQL's is asked of it."""
+
+    def again(request, session):
+        raise AssertionError(request, session)
+
+    @outbox.idempotent("orders-api", repeated=again)
+    def endpoint(request, session):
+        del request
+        session.add(Order(id=1))
+        outbox.stash(session, OutboxRecord("t", "k"))
+        return Response(status_code=status)
+
+    with Session(engine) as session:
+        assert endpoint(Request({"type": "http", "headers": []}), session).status_code == status
+        session.rollback()
+        assert session.query(Order).count() == (status == 201)
+    assert _keys(in_memory_outbox) == ["k"] * (status == 201)
