@@ -12,7 +12,8 @@ Until that is committed, and for as long as a mark that began earlier may still 
 be sent: a later record would overtake a released one. So such a key, or a record without one,
 
 - is left out of every mark that starts before the marks of its rows are cleared (`returning`);
-- is filtered from the result of a mark that was under way at the release (`admit`). Those rows are released, too.
+- is filtered from the result of a mark that was under way at the release (`admit`). Those rows are released, too: where
+  that mark came after their marks had been cleared, they have one again, and are on their way for a second time.
 
            .--------------------- the purge of its last record ---------------------.
            v                                                                        |
@@ -31,7 +32,7 @@ The structure is pure and belongs to one thread.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
@@ -54,6 +55,7 @@ class Lanes:
         self._held: dict[int, int] = {}  # id -> size
         self.held_bytes = 0
         self._returning: dict[RowId, LaneOrRow] = {}  # rows whose marks are being cleared
+        self._returns: Counter[RowId] = Counter()  # how often the marks of these are still to be cleared
         self._released: set[LaneOrRow] = set()  # since the last mark started
         self._purged: set[int] = set()  # the same
 
@@ -213,9 +215,11 @@ class Lanes:
         return self._release(first, [lane for lane, followers in self._followers.items() if followers])
 
     def reset_done(self, rows: Iterable[RowId]) -> None:
-        """Note rows whose marks are cleared."""
-        if self._returning:
-            for row in rows:
+        """Note rows whose marks were cleared, once for each release."""
+        for row in rows:
+            self._returns[row] -= 1
+            if self._returns[row] <= 0:
+                del self._returns[row]
                 self._returning.pop(row, None)
 
     def _release(self, first: Iterable[StoredRecord], lanes: Iterable[LaneKey]) -> list[StoredRecord]:
@@ -239,6 +243,7 @@ class Lanes:
     def _return(self, records: Iterable[StoredRecord]) -> None:
         items = {row_id(record): lane_or_row(record) for record in records}
         self._returning.update(items)
+        self._returns.update(items.keys())
         self._released.update(items.values())
 
     def _forget(self, records: Iterable[StoredRecord]) -> None:

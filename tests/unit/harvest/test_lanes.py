@@ -24,7 +24,8 @@ class HarvestingModel(RuleBasedStateMachine):
     """A table, a broker and a harvester around the lanes; the broker sees the records that really were sent.
 
     Rows are marked from the head. A sent record is under way until its purge, or until it fails: then its key goes back
-    to the table, or everything does, by a remark, which begins only when nothing is under way.
+    to the table, or everything does, by a remark, which begins only when nothing is under way. A mark, and the clearing
+    of marks, each begin, are carried out by the table, and return; the steps of both may come in any order.
     """
 
     @initialize(capacity=st.integers(1, 5), rows=st.lists(st.sampled_from(KEYS), max_size=30))
@@ -35,7 +36,7 @@ class HarvestingModel(RuleBasedStateMachine):
         self.table = [record(next(self.ids), key) for key in rows]
         self.marked = set()
         self.sent, self.acknowledged = [], []
-        self.marking, self.clearing = None, []
+        self.starting, self.marking, self.clearing, self.cleared = None, None, [], []
         self.remark = False
         self.published = defaultdict(list)
 
@@ -43,12 +44,17 @@ class HarvestingModel(RuleBasedStateMachine):
     def commit_a_row(self, key):
         self.table.append(record(next(self.ids), key))
 
-    @precondition(lambda self: not self.remark and self.marking is None)
+    @precondition(lambda self: not self.remark and self.starting is None and self.marking is None)
     @rule(limit=st.integers(1, 8))
     def mark(self, limit):
-        out = self.lanes.full | self.lanes.returning
-        rows = [row for row in self.table if row[0] not in self.marked and lane_or_row(row) not in out]
+        self.starting = self.lanes.full | self.lanes.returning, limit
         self.lanes.mark_starts()
+
+    @precondition(lambda self: self.starting is not None)
+    @rule()
+    def mark_is_carried_out(self):
+        (out, limit), self.starting = self.starting, None
+        rows = [row for row in self.table if row[0] not in self.marked and lane_or_row(row) not in out]
         self.marking = sorted(rows)[:limit]
         self.marked.update(row[0] for row in self.marking)
 
@@ -58,11 +64,16 @@ class HarvestingModel(RuleBasedStateMachine):
         rows, self.marking = self.marking, None
         self.clearing.extend(rows if self.remark else self.lanes.admit(rows))
 
-    @precondition(lambda self: self.clearing)
+    @precondition(lambda self: self.clearing and not self.cleared)
     @rule(count=st.integers(1, 10))
     def clear_marks(self, count):
-        rows, self.clearing = self.clearing[:count], self.clearing[count:]
-        self.marked.difference_update(row[0] for row in rows)
+        self.cleared, self.clearing = self.clearing[:count], self.clearing[count:]
+        self.marked.difference_update(row[0] for row in self.cleared)
+
+    @precondition(lambda self: self.cleared)
+    @rule()
+    def clearing_returns(self):
+        rows, self.cleared = self.cleared, []
         self.lanes.reset_done(map(row_id, rows))
 
     @precondition(lambda self: not self.remark)
@@ -106,7 +117,10 @@ class HarvestingModel(RuleBasedStateMachine):
         self.lanes.purged(rows)
 
     @precondition(
-        lambda self: self.remark and not self.sent and not self.acknowledged and not self.clearing and not self.marking
+        lambda self: (
+            self.remark
+            and not (self.sent or self.acknowledged or self.clearing or self.cleared or self.starting or self.marking)
+        )
     )
     @rule()
     def refresh(self):
@@ -135,27 +149,51 @@ class HarvestingModel(RuleBasedStateMachine):
         self.acknowledged.extend(self.sent)
         self.sent = []
         for _ in range(10 * len(self.table) + 10):
-            if self.marking is not None:
-                self.mark_returns()
+            self.end_what_runs()
             if self.acknowledged:
                 self.purge(len(self.acknowledged))
-            if self.clearing:
-                self.clear_marks(len(self.clearing))
             if self.remark:
                 self.refresh()
             self.mark(5)
-            self.mark_returns()
-            if self.clearing:
-                self.clear_marks(len(self.clearing))
+            self.end_what_runs()
             self.send(100, 0)
             self.acknowledged, self.sent = self.sent, []
             self.purge(1000)
         assert not self.table
         self.order_is_kept_per_key()
 
+    def end_what_runs(self):
+        """End the mark and the clearing that are under way, and clear all marks that are to be cleared."""
+        if self.starting is not None:
+            self.mark_is_carried_out()
+        if self.marking is not None:
+            self.mark_returns()
+        for _ in range(2):
+            if self.cleared:
+                self.clearing_returns()
+            if self.clearing:
+                self.clear_marks(len(self.clearing))
+        if self.cleared:
+            self.clearing_returns()
+
 
 TestHarvestingModel = HarvestingModel.TestCase
 TestHarvestingModel.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
+
+
+def test_a_key_that_is_released_twice_is_left_out_until_both_its_rows_are_back():
+    """A mark that came after its rows were cleared gives them new marks, of which that clearing knows nothing."""
+    lanes, rows = Lanes(10), [record(1, "a"), record(2, "a")]
+    lanes.mark_starts()
+    lanes.admit(rows)
+    lanes.take(1)
+    lanes.mark_starts()
+    assert lanes.release(rows[0]) == rows
+    assert lanes.admit(rows) == rows, "marked again after their marks were cleared"
+    lanes.reset_done(map(row_id, rows))
+    assert lanes.returning == {("t", "a")}
+    lanes.reset_done(map(row_id, rows))
+    assert lanes.returning == set()
 
 
 def test_one_record_of_a_key_is_ready_at_a_time():
