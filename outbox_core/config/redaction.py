@@ -15,7 +15,8 @@ _SECRET_NAME = re.compile(
     r"""
     password | passwd | passphrase | secret | token | credential | private[._]key | user[._]info
     | ssl[._]key (?! [._]location | store[._](?:location|type) ) | scram_\w{1,40}_key
-    | jaas[._]config | oauthbearer[._]config | account[._]?key | authorization
+    | jaas[._]config | oauthbearer[._]config | (?:account|access|api)[._-]?key (?! [._-]?(?:name|id) ) | authorization
+    | signature | (?:^|[._-])(?:pwd|sig)$
     """,
     re.IGNORECASE | re.VERBOSE,
 )
@@ -24,10 +25,11 @@ _ASSIGNED = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]++)["']?\s*+[=:]\s*+""")
 _VALUE = re.compile(
     r"""
     (?: (?:bearer|basic) \s++ )?+
-    (?: '(?:[^'\\]|\\.)*+(?:'|\Z) | "(?:[^"\\]|\\.)*+(?:"|\Z) | (?:\\.|[^\s\\])++ )
+    (?: b?+'(?:[^'\\]|\\.)*+(?:'|\Z) | b?+"(?:[^"\\]|\\.)*+(?:"|\Z) | (?:\\.|[^\s\\])++ )
     """,
     re.IGNORECASE | re.VERBOSE | re.DOTALL,
 )
+_HEADER = re.compile(r"""[^\r\n"']++""")  # a scheme, and what belongs to it
 _RUN = re.compile(r"\S++")
 _URL_USER = re.compile(r"(?<![\w+.-])[\w+.-]++://(?!\[)[^:/?\#\s@]*+:")
 _PORT = re.compile(r"[0-9]{1,5}(?![0-9\w])")
@@ -63,6 +65,8 @@ def _without_assigned(text: str) -> str:
     while (found := _ASSIGNED.search(text, place)) is not None:
         place = found.end()
         value = _VALUE.match(text, place) if _SECRET_NAME.search(found["name"]) else None
+        if value is not None and found["name"].lower().endswith("authorization"):
+            value = _HEADER.match(text, place) or value
         if value is not None:
             parts += [text[done:place], HIDDEN]
             done = place = value.end()

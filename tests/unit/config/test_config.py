@@ -627,6 +627,13 @@ def test_leader_names_derive_from_the_outbox():
         f'password="{SECRET} {SECRET}',
         f"url=kafka://a:{SECRET},password={SECRET}",
         f"ssl.keystore.password={SECRET} scram_server_key={SECRET}",
+        f"authorization: AWS4-HMAC-SHA256 Credential=a/b, Signature={SECRET}",
+        f"{{'Authorization': 'Token {SECRET}'}}",
+        f"X-API-Key: {SECRET}",
+        f"Endpoint=sb://x/;SharedAccessKeyName=a;SharedAccessKey={SECRET};EntityPath=b",
+        f"EntityPath=a;sig={SECRET}",
+        f"pwd={SECRET}",
+        f"{{'password': b'{SECRET} {SECRET}'}}",
     ],
 )
 def test_redact_hides_secrets(text):
