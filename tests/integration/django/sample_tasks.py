@@ -10,7 +10,7 @@ from typing import Any, Literal, NewType, TypedDict
 
 import django
 import psycopg
-from django.contrib.auth.models import Group
+from django.apps import apps
 from django.db import connections, transaction
 from django.utils import timezone
 
@@ -26,6 +26,11 @@ Cents = NewType("Cents", int)
 
 class Line(TypedDict):
     product: int
+
+
+def _groups() -> Any:
+    """Return the manager of a model that not every project of the tests installs."""
+    return apps.get_model("auth.Group").objects
 
 
 @task
@@ -127,14 +132,14 @@ def lose_connection(name: str) -> str:
 def groups_in_a_transaction():
     """Yield rows inside a transaction that ends after the last one."""
     with transaction.atomic():
-        yield from Group.objects.select_for_update().order_by("id")
+        yield from _groups().select_for_update().order_by("id")
 
 
 @task
 def leave_open(name: str) -> str:
     """Leave a transaction open, in one of the ways there are."""
     if name in ("error", "cycle"):
-        Group.objects.create(name=name)
+        _groups().create(name=name)
         kept = None
         groups = groups_in_a_transaction()  # alive in the traceback
         for group in groups:
@@ -150,14 +155,14 @@ def leave_open(name: str) -> str:
         connections["default"].cursor().execute("BEGIN")
     elif name == "autocommit":
         connections["default"].set_autocommit(False)
-    Group.objects.create(name=name)
+    _groups().create(name=name)
     return name
 
 
 @task
 def make_group(name: str) -> None:
     """Write a row."""
-    Group.objects.create(name=name)
+    _groups().create(name=name)
 
 
 @task

@@ -244,6 +244,8 @@ def test_a_refused_record_that_cannot_be_held_is_named(scene, make_topic, is_kaf
     topic = make_topic(1, config={"max.message.bytes": "20000"} if is_kafka else {})
     scene.settings = scene.config(producer_kafka_config={"message.max.bytes": 1_000_000})
     scene.execute("DROP TABLE outbox_hold")
+    scene.store.close()
+    scene.store = ShardStore.of(scene.settings)  # another, as that one has seen the table
     scene.stash(
         OutboxRecord(topic=topic, key="a", value=b"x"),
         OutboxRecord(topic=topic, key="b", value=os.urandom(50_000 if is_kafka else 2_000_000)),
