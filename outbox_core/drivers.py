@@ -11,6 +11,15 @@ ABORTED_TRANSACTION = "25P02"
 """The SQLSTATE of a statement in a transaction that an error has aborted."""
 
 
+IN_TRANSACTION = frozenset({1, 2, 3})
+"""libpq's PQTRANS_ACTIVE, PQTRANS_INTRANS and PQTRANS_INERROR."""
+
+
+def transaction_status(connection: Any) -> int | None:
+    """Return libpq's number for the state of a driver's connection, as far as the driver tells: None if it does not."""
+    return getattr(getattr(connection, "info", None), "transaction_status", None)
+
+
 def plain_cursor(connection: Any) -> Any:
     """Make a cursor with placeholders `%s`, whose rows are tuples, whatever its connection makes for its owner.
 

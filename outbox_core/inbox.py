@@ -41,7 +41,7 @@ from datetime import timedelta
 from typing import Any, Final, Protocol
 from uuid import UUID
 
-from outbox_core.drivers import ABORTED_TRANSACTION, plain_cursor, sqlstate
+from outbox_core.drivers import ABORTED_TRANSACTION, IN_TRANSACTION, plain_cursor, sqlstate, transaction_status
 from outbox_core.errors import AcceptanceLost, InvalidMessageId, OutboxError, is_unfinished
 from outbox_core.plain import plain
 from outbox_core.row_security import fetch_on, refuse_hidden
@@ -70,10 +70,11 @@ KEY_HEADER: Final = "Idempotency-Key"
 
 _ACCEPT = """
 INSERT INTO {table} (source, message_id, accept_time) VALUES (%s, %s, now())
-ON CONFLICT (source, message_id) DO NOTHING RETURNING set_config('kafka_outbox.accepted', %s, true)
+ON CONFLICT (source, message_id) DO NOTHING RETURNING set_config('{mark}', %s, true)
 """
 
-IS_MARKED: Final = "SELECT 1 WHERE current_setting('kafka_outbox.accepted', true) = %s"
+MARK_SETTING: Final = "kafka_outbox.accepted"
+IS_MARKED: Final = f"SELECT 1 WHERE current_setting('{MARK_SETTING}', true) = %s"
 
 # A row whose transaction is in progress, and that is seen nevertheless, is our own. `xmin` has the lower half of a
 # number; the row has ours, or that of a savepoint, which is later. Earlier ones are others'.
@@ -136,7 +137,7 @@ class Inbox:
     def __init__(self, table: str | TableName = "inbox") -> None:
         self.table = TableName.parse(table) if isinstance(table, str) else table
         escaped_name = self.table.quoted.replace("%", "%%")
-        self._accept_sql = _ACCEPT.format(table=escaped_name)
+        self._accept_sql = _ACCEPT.format(table=escaped_name, mark=MARK_SETTING)
         self._confirm_sql = _CONFIRM.format(table=escaped_name)
         self._prune_sql = _PRUNE.format(table=escaped_name)
 
@@ -350,6 +351,5 @@ def _digits(number: int, field: str) -> str:
 def _require_no_transaction(connection: object) -> None:
     """Refuse an open transaction as far as the driver tells: psycopg does, and Django's connection when it commits."""
     driver_connection = getattr(connection, "driver_connection", None) or connection
-    status = getattr(getattr(driver_connection, "info", None), "transaction_status", 0)
-    if status in {1, 2, 3}:  # libpq's PQTRANS_ACTIVE, PQTRANS_INTRANS, PQTRANS_INERROR
+    if transaction_status(driver_connection) in IN_TRANSACTION:
         raise OutboxError("prune commits after each batch; call it outside a transaction, or on another connection")

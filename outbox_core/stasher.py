@@ -20,7 +20,7 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
-from outbox_core.drivers import plain_cursor
+from outbox_core.drivers import IN_TRANSACTION, plain_cursor, transaction_status
 from outbox_core.errors import OutboxError, TransactionRequired
 from outbox_core.formats.preparation import FormatOptions, Preparation
 from outbox_core.record import OutboxRecord
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _PIPELINE_BUSY = 1
-_IN_TRANSACTION = (2, 3)
+_IN_EXPLICIT_TRANSACTION = IN_TRANSACTION - {_PIPELINE_BUSY}
 """libpq's PQTRANS_INTRANS and PQTRANS_INERROR; PQTRANS_ACTIVE says nothing before the pipeline is drained."""
 
 
@@ -238,8 +238,7 @@ def require_transaction(connection: object, subject: str = "record") -> None:
 
 def _in_explicit_transaction(connection: Any) -> bool:
     """Return True if an autocommit connection is in a BEGIN block, as far as the driver knows (psycopg does)."""
-    info = getattr(connection, "info", None)
-    if getattr(info, "transaction_status", None) == _PIPELINE_BUSY and hasattr(connection, "pipeline"):
+    if transaction_status(connection) == _PIPELINE_BUSY and hasattr(connection, "pipeline"):
         with connection.pipeline():  # entering a nested pipeline waits for what was sent so far
             pass
-    return getattr(info, "transaction_status", None) in _IN_TRANSACTION
+    return transaction_status(connection) in _IN_EXPLICIT_TRANSACTION

@@ -10,7 +10,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InvalidRequestError
 
 from outbox_core.errors import OutboxTableError
-from outbox_core.inbox import BEGIN, GOES_ON, IS_MARKED, IS_OURS, confirming, inbox_key, mark, refuse_lost
+from outbox_core.inbox import BEGIN, GOES_ON, IS_MARKED, IS_OURS, MARK_SETTING, confirming, inbox_key, mark, refuse_lost
 from outbox_core.schema import INBOX_COLUMNS
 from outbox_sqlalchemy.sessions import (
     ACCEPTING,
@@ -66,7 +66,7 @@ class Inbox:
                 }
             )
             .on_conflict_do_nothing(index_elements=[source, message_id])
-            .returning(func.set_config("kafka_outbox.accepted", bindparam("accepted_mark", type_=Text), true()))
+            .returning(func.set_config(MARK_SETTING, bindparam("accepted_mark", type_=Text), true()))
         )
         self._confirm: Executable = select(literal_column("1")).where(
             source == bindparam("accepted_source"), message_id == bindparam("accepted_id"), text(IS_OURS)

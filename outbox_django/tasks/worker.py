@@ -30,7 +30,7 @@ from django.utils import timezone
 from django.utils.crypto import get_random_string
 
 from outbox_core.cli.signals import stop_on_signals
-from outbox_core.drivers import sqlstate
+from outbox_core.drivers import IN_TRANSACTION, sqlstate, transaction_status
 from outbox_core.errors import is_unfinished, traceback_of
 from outbox_django.databases import end_generators
 from outbox_django.stashing import stash_alias
@@ -54,7 +54,6 @@ _PATIENCE_SECONDS = 5.0
 _AGAIN_SECONDS = 0.1
 _READ_ONLY = "25006"  # the server has become a standby, or refuses to write for another cause
 _UNABLE = (OperationalError, InterfaceError, InternalError)  # the last of a server that is read-only
-_IN_TRANSACTION = (1, 2, 3)  # a driver's transaction_status: ACTIVE, INTRANS, INERROR
 _OUTAGE_DELAY = timedelta(seconds=10)
 _OUTAGE_PAUSE_SECONDS = 1.0  # of a thread: it must not take message after message meanwhile
 
@@ -303,8 +302,8 @@ def _refuse_unfinished(value: object) -> None:
 
 def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
     """Tell whether a transaction is open: of `atomic`, of a BEGIN, or of autocommit that is off."""
-    info = getattr(connection.connection, "info", None)  # other databases than PostgreSQL tell less
-    return connection.in_atomic_block or getattr(info, "transaction_status", None) in _IN_TRANSACTION
+    # Other databases than PostgreSQL tell less.
+    return connection.in_atomic_block or transaction_status(connection.connection) in IN_TRANSACTION
 
 
 def _call_and_commit(call: Callable[[str], None], alias: str) -> None:
