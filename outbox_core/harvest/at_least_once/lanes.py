@@ -32,7 +32,7 @@ The structure is pure and belongs to one thread.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
@@ -54,8 +54,8 @@ class Lanes:
         self._full: set[LaneKey] = set()
         self._held: dict[int, int] = {}  # id -> size
         self.held_bytes = 0
-        self._returning: dict[RowId, LaneOrRow] = {}  # rows whose marks are being cleared
-        self._returns: Counter[RowId] = Counter()  # how often the marks of these are still to be cleared
+        # Rows whose marks are being cleared, with what they belong to for each time that is still to come.
+        self._returning: dict[RowId, list[LaneOrRow]] = {}
         self._released: set[LaneOrRow] = set()  # since the last mark started
         self._purged: set[int] = set()  # the same
 
@@ -77,7 +77,7 @@ class Lanes:
     @property
     def returning(self) -> set[LaneOrRow]:
         """Keys, and rows without one, whose marks are being cleared; leave them out of the next mark, too."""
-        return set(self._returning.values())
+        return {item for items in self._returning.values() for item in items}
 
     @property
     def marked_ids(self) -> set[int]:
@@ -217,10 +217,11 @@ class Lanes:
     def reset_done(self, rows: Iterable[RowId]) -> None:
         """Note rows whose marks were cleared, once for each release."""
         for row in rows:
-            self._returns[row] -= 1
-            if self._returns[row] <= 0:
-                del self._returns[row]
-                self._returning.pop(row, None)
+            items = self._returning.get(row)
+            if items is not None:
+                items.pop(0)
+                if not items:
+                    del self._returning[row]
 
     def _release(self, first: Iterable[StoredRecord], lanes: Iterable[LaneKey]) -> list[StoredRecord]:
         """Drop the first records of lanes with their followers, and the followers alone of other lanes."""
@@ -241,10 +242,10 @@ class Lanes:
         return dropped
 
     def _return(self, records: Iterable[StoredRecord]) -> None:
-        items = {row_id(record): lane_or_row(record) for record in records}
-        self._returning.update(items)
-        self._returns.update(items.keys())
-        self._released.update(items.values())
+        for record in records:
+            item = lane_or_row(record)
+            self._returning.setdefault(row_id(record), []).append(item)
+            self._released.add(item)
 
     def _forget(self, records: Iterable[StoredRecord]) -> None:
         self.held_bytes -= sum(map(self._held.pop, map(_id_of, records), repeat(0)))
