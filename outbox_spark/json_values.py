@@ -74,14 +74,15 @@ def parsed(text: Column, schema: StructType) -> Column:
 def fields(wrapped: str, schema: StructType) -> dict[str, str]:
     """Return SQL expressions of the fields of a value without a problem, from SQL of its `parsed`."""
     element = f"get({wrapped}.{SINGLE}, 0)"
-    return {field.name: _exact(field.dataType, f"{element}.{_name(field.name)}", 0) for field in schema.fields}
+    return {field.name: _exact(field.dataType, f"{element}.{sql_name(field.name)}", 0) for field in schema.fields}
 
 
 def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
     """Return a SQL expression of the reason of a misfit, or NULL, from SQL of a value's bytes, text and `parsed`."""
     element, seal = (f"get({wrapped}.{SINGLE}, {place})" for place in (0, 1))
     misfits = [
-        f"CASE WHEN get_json_object({text}, {_path(field.name)}) IS NOT NULL AND {element}.{_name(field.name)} IS NULL "
+        f"CASE WHEN get_json_object({text}, {_path(field.name)}) IS NOT NULL "
+        f"AND {element}.{sql_name(field.name)} IS NULL "
         f"THEN '{sql_text(field.name)} is no {sql_text(field.dataType.simpleString().upper())}' END"
         for field in schema.fields
     ]
@@ -129,7 +130,7 @@ def _exact(kind: DataType, value: str, depth: int) -> str:
         return value
     if isinstance(kind, StructType):
         pairs = (
-            f"'{sql_text(field.name)}', {_exact(field.dataType, f'{value}.{_name(field.name)}', depth)}"
+            f"'{sql_text(field.name)}', {_exact(field.dataType, f'{value}.{sql_name(field.name)}', depth)}"
             for field in kind.fields
         )
         return f"IF({value} IS NULL, NULL, named_struct({', '.join(pairs)}))"
@@ -156,7 +157,7 @@ def _no_decimals(kind: DataType, value: str, text: str, path: str, depth: int) -
             for field in kind.fields
             for found in _no_decimals(
                 field.dataType,
-                f"{value}.{_name(field.name)}",
+                f"{value}.{sql_name(field.name)}",
                 text,
                 f"{path}.{field.name}" if path else field.name,
                 depth,
@@ -189,7 +190,7 @@ def _missing(schema: StructType, value: str, path: str) -> list[tuple[str, str]]
     """Return the path of each required field, and the condition under which it is missing."""
     found = []
     for field in schema.fields:
-        here, name = f"{value}.{_name(field.name)}", f"{path}{field.name}"
+        here, name = f"{value}.{sql_name(field.name)}", f"{path}{field.name}"
         if not field.nullable:
             # JSON's null is a value of VARIANT.
             is_null = f" OR is_variant_null({here})" if isinstance(field.dataType, VariantType) else ""
@@ -216,7 +217,8 @@ def _elements(kind: ArrayType | MapType, value: str) -> tuple[DataType, str]:
     return (kind.elementType, value) if isinstance(kind, ArrayType) else (kind.valueType, f"map_values({value})")
 
 
-def _name(field: str) -> str:
+def sql_name(field: str) -> str:
+    """Return a name as it stands in SQL, whatever its characters."""
     return "`" + field.replace("`", "``") + "`"
 
 

@@ -109,7 +109,7 @@ def _storable(found: DataFrame) -> DataFrame:
     whens = [
         f"WHEN exists(rows, row -> {condition}) THEN '{json_values.sql_text(field.name)} {words}'"
         for field in row.elementType.fields
-        for words, condition in _unstorable(field.dataType, f"row.{_quoted(field.name)}")
+        for words, condition in _unstorable(field.dataType, f"row.{json_values.sql_name(field.name)}")
     ]
     if not whens:
         return found
@@ -125,7 +125,7 @@ def _typed(records: DataFrame, settings: RowSettings, schema: StructType) -> tup
         unmet = json_values.unmet("_read.value", schema)
         return (
             found,
-            {name: f"_read.value.{_quoted(name)}" for name in schema.names},
+            {name: f"_read.value.{json_values.sql_name(name)}" for name in schema.names},
             f"CASE WHEN value IS NULL THEN NULL WHEN _read.problem IS NOT NULL THEN _read.problem {unmet}END",
         )
     # No JSON begins with the byte 0, with which serializers for a registry begin; the schema's id is behind it.
@@ -133,10 +133,6 @@ def _typed(records: DataFrame, settings: RowSettings, schema: StructType) -> tup
     found = records.select("*", text.alias("_text")).withColumn("_parsed", json_values.parsed(F.col("_text"), schema))
     of_value = json_values.problem("value", "_text", "_parsed", schema)
     return found, json_values.fields("_parsed", schema), of_value
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"
 
 
 def _unstorable(kind: DataType, value: str, depth: int = 0) -> list[tuple[str, str]]:
@@ -151,7 +147,7 @@ def _unstorable(kind: DataType, value: str, depth: int = 0) -> list[tuple[str, s
         return [
             found
             for field in kind.fields
-            for found in _unstorable(field.dataType, f"{value}.{_quoted(field.name)}", depth)
+            for found in _unstorable(field.dataType, f"{value}.{json_values.sql_name(field.name)}", depth)
         ]
     if isinstance(kind, ArrayType):
         parts = [(kind.elementType, value)]
