@@ -68,6 +68,12 @@ class BoundedPaginator(PaginatorBase):
         return rows.order_by()[:_COUNT_BOUND].count() if isinstance(rows, models.QuerySet) else len(rows)
 
 
+class _Media:
+    """The style sheet of all pages."""
+
+    css: ClassVar = {"all": ("outbox_django/admin.css",)}
+
+
 @admin.register(Outbox)
 class OutboxAdmin(OutboxAdminBase):
     """Records that wait to be published, the next one first."""
@@ -97,10 +103,7 @@ class OutboxAdmin(OutboxAdminBase):
         "shown_value",
     )
 
-    class Media:
-        """The style sheet of the list and of a single one."""
-
-        css: ClassVar = {"all": ("outbox_django/admin.css",)}
+    Media = _Media
 
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Outbox]:
         """Return the rows with the sizes of their values and their holds, without values and headers."""
@@ -221,10 +224,7 @@ class HoldAdmin(HoldAdminBase):
     list_per_page = 50
     actions = ("release", "skip", "send_to_dead_letters")
 
-    class Media:
-        """The style sheet of the list and of a single one."""
-
-        css: ClassVar = {"all": ("outbox_django/admin.css",)}
+    Media = _Media
 
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Hold]:
         """Return the rows of the database where `holds` writes: a replica may be behind, and takes no actions."""

@@ -78,9 +78,7 @@ class HandlerCall:
                 return
             _log.warning("%r: the handler raised\n%s", message, _trace(error))
             message.nack(delay=self._retry_delay(message, error), reason=f"{type(error).__name__}: {_text(error)}")
-        except (QueueClosed, MessageSettled):
-            raise
-        except KeyboardInterrupt:
+        except (QueueClosed, MessageSettled, KeyboardInterrupt):
             raise
         except BaseException as problem:  # of `retry_delay`, too
             _log.warning("%r: not given back, and redelivered after its timeout\n%s", message, _trace(problem))

@@ -9,7 +9,6 @@ from django.core.management.base import CommandParser
 
 from outbox_core.cli.doctor import STATUS_DESCRIPTION, STATUS_EPILOG, add_status_arguments, run_status
 from outbox_core.cli.harvest import add_source_arguments, overrides_from
-from outbox_django.databases import direct_alias
 from outbox_django.management.doors import Door, add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 
@@ -31,7 +30,7 @@ class Command(Door):
         with command_errors():
             from outbox_django.harvesting import harvest_config
 
-            config = harvest_config(outbox_settings(), direct_alias(options["database"]), overrides_from(options))
+            config = harvest_config(outbox_settings(), options["database"], overrides_from(options))
             exit_code = run_status(config, self.stdout, options)
         if exit_code:
             sys.exit(exit_code)

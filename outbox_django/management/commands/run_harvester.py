@@ -10,7 +10,6 @@ from django.core.management.base import CommandParser
 
 from outbox_core.cli.harvest import add_harvest_arguments, overrides_from, run
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
-from outbox_django.databases import direct_alias
 from outbox_django.management.doors import DiscreetCommand, add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 
@@ -41,7 +40,7 @@ class Command(DiscreetCommand):
 
             if not logging.getLogger("outbox_core").hasHandlers():
                 configure_logging(_LEVELS[min(options["verbosity"], 2)], options["log_format"] or "text")
-            config = harvest_config(outbox_settings(), direct_alias(options["database"]), overrides_from(options))
+            config = harvest_config(outbox_settings(), options["database"], overrides_from(options))
         exit_code = run(config, drain=options["drain"], tell=lambda text: self.stderr.write(f"CommandError: {text}"))
         if exit_code:
             sys.exit(exit_code)
