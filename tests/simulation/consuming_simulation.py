@@ -7,7 +7,6 @@ least once, by a stand-in for the harvester that repeats some records.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +36,7 @@ from tests.simulation.consuming_oracle import EVENTS, RESULTS, TASKS, Call, Orac
 from tests.simulation.disturbances import Disturbances
 from tests.simulation.network import Server
 from tests.simulation.queue_simulation import _ANSWERS, _SMALL, QueuePlan, QueueSimulation, TrackerNode, _Log, _Node
+from tests.simulation.running import heard, run_to_its_end
 from tests.simulation.scheduling import Process, current
 from tests.simulation.simulation import Outcome, Simulation, _cut_seconds
 from tests.simulation.tables import CONNECT, FAILS, DriverConnection, Place, Row, Tables
@@ -753,8 +753,7 @@ def _product_in(simulation: ConsumerSimulation) -> Iterator[None]:
     handler = _ConsumerLog(simulation)
     doubles = {"Producer": queue_kafka.Producer, "Consumer": queue_kafka.Consumer, "AdminClient": clients.AdminClient}
     names = ("outbox_core", "outbox_queue", "outbox_django", "django.dispatch", "django_tasks")
-    logs = [logging.getLogger(name) for name in names]
-    before = [(log, log.level, log.propagate) for log in logs]
+    levels = {name: logging.INFO if name.startswith("outbox") else logging.CRITICAL + 1 for name in names}
     with ExitStack() as stack:
         for name, double in doubles.items():
             stack.enter_context(patch.object(product_clients, name, double))
@@ -762,43 +761,14 @@ def _product_in(simulation: ConsumerSimulation) -> Iterator[None]:
             stack.enter_context(patch.object(*small))
         stack.enter_context(patch.object(worker.TaskRunner, "__call__", calling))
         stack.enter_context(django_in(simulation.scheduler.random, simulation.hear))
-        for log in logs:
-            is_ours = log.name.startswith("outbox")
-            log.addHandler(handler)
-            log.setLevel(logging.INFO if is_ours else logging.CRITICAL + 1)
-            log.propagate = False
-        try:
-            with patched(simulation.scheduler):
-                yield
-        finally:
-            for log, level, propagates in before:
-                log.removeHandler(handler)
-                log.setLevel(level)
-                log.propagate = propagates
+        stack.enter_context(heard(handler, levels))
+        stack.enter_context(patched(simulation.scheduler))
+        yield
 
 
 def run(plan: ConsumerPlan, *, trace: int = 0) -> Outcome:
     """Run a plan."""
     plan = replace(plan, **SITUATION)
     simulation = ConsumerSimulation(plan, trace=trace)
-    was_enabled = gc.isenabled()
-    gc.disable()  # it takes a quarter of the time of a run, which is short
-    try:
-        with _product_in(simulation):
-            simulation.run()
-    finally:
-        for node in simulation.nodes:
-            node.crash()
-        if was_enabled:
-            gc.enable()
-    scheduler = simulation.scheduler
-    return Outcome(
-        plan,
-        simulation.problem,
-        scheduler.now,
-        scheduler.steps,
-        sum(simulation.truth.effects.values()),
-        simulation.faults,
-        simulation.seen,
-        list(scheduler.trace or ()),
-    )
+    run_to_its_end(simulation, _product_in(simulation))
+    return Outcome.of(plan, simulation, sum(simulation.truth.effects.values()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,6 +34,7 @@ from tests.simulation.network import Server
 from tests.simulation.queue_bounds import CONCURRENCY, Books, bounded, partitions_of
 from tests.simulation.queue_kafka import QueueCluster, leaders_of, members_of, unreachable_brokers
 from tests.simulation.queue_oracle import REDELIVERED, Oracle, Place
+from tests.simulation.running import heard, run_to_its_end
 from tests.simulation.scheduling import Process, ProcessDied, current
 from tests.simulation.simulation import Outcome, ProcessPlace, Simulation, _cut_seconds
 from tests.simulation.simulation import Plan as HarvestersPlan
@@ -855,8 +855,6 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
 
     handler, doubles = _Log(simulation), {"Producer": queue_kafka.Producer, "Consumer": queue_kafka.Consumer}
     doubles["AdminClient"] = clients.AdminClient
-    logs = [logging.getLogger(name) for name in ("outbox_core", "outbox_queue")]
-    before = [(log, log.level, log.propagate) for log in logs]
     with ExitStack() as stack:
         for name, double in doubles.items():
             stack.enter_context(patch.object(product_clients, name, double))
@@ -865,42 +863,14 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
         stack.enter_context(patch.object(MarkerPartition, "_read_tick", reading))
         stack.enter_context(patch.object(MarkerPartition, "take_expired", taking))
         stack.enter_context(bounded(simulation.books, simulation.broken))
-        for log in logs:
-            log.addHandler(handler)
-            log.setLevel(logging.INFO)
-            log.propagate = False
-        try:
-            with patched(simulation.scheduler):
-                yield
-        finally:
-            for log, level, propagates in before:
-                log.removeHandler(handler)
-                log.setLevel(level)
-                log.propagate = propagates
+        stack.enter_context(heard(handler, dict.fromkeys(("outbox_core", "outbox_queue"), logging.INFO)))
+        stack.enter_context(patched(simulation.scheduler))
+        yield
 
 
 def run(plan: QueuePlan, *, trace: int = 0) -> Outcome:
     """Run a plan."""
     plan = replace(plan, **SITUATION)
     simulation = QueueSimulation(plan, trace=trace)
-    was_enabled = gc.isenabled()
-    gc.disable()  # it takes a quarter of the time of a run, which is short
-    try:
-        with _product_in(simulation):
-            simulation.run()
-    finally:
-        for node in simulation.nodes:
-            node.crash()
-        if was_enabled:
-            gc.enable()
-    scheduler = simulation.scheduler
-    return Outcome(
-        plan,
-        simulation.problem,
-        scheduler.now,
-        scheduler.steps,
-        len(simulation.sent),
-        simulation.faults,
-        simulation.seen,
-        list(scheduler.trace or ()),
-    )
+    run_to_its_end(simulation, _product_in(simulation))
+    return Outcome.of(plan, simulation, len(simulation.sent))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ from tests.simulation.liveness import Liveness
 from tests.simulation.network import LONGEST_DELAY_SECONDS, Cut, Network, Server
 from tests.simulation.outages import Outages
 from tests.simulation.postgres import OUTBOX, Database, HoldTime, Standby, Store, covers
+from tests.simulation.running import heard, run_to_its_end
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
 from tests.simulation.threads import Event, patched
 
@@ -214,6 +214,13 @@ class Outcome:
     faults: int = 0
     seen: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: Plan, simulation: Any, records: int) -> Self:
+        """Return the result of a simulation that has ended, with the number of records that counted."""
+        scheduler, trace = simulation.scheduler, simulation.scheduler.trace
+        seen = scheduler.now, scheduler.steps, records, simulation.faults, simulation.seen
+        return cls(plan, simulation.problem, *seen, list(trace or ()))
 
 
 class _Log(logging.Handler):
@@ -1114,28 +1121,11 @@ def _token(record: StoredRecord) -> str:
 
 
 @contextmanager
-def _garbage_is_kept() -> Iterator[None]:
-    """Collect no garbage in a run, which takes half of its time otherwise, and is short."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
 def _product_in(simulation: Simulation) -> Iterator[None]:
     """Put the simulated client library, threads and clocks in the place of the real ones."""
     originals = product_clients.Producer, product_clients.Consumer, product_clients.AdminClient
     scope: Any = product_clients
     scope.Producer, scope.Consumer, scope.AdminClient = clients.Producer, clients.Consumer, clients.AdminClient
-    log = logging.getLogger("outbox_core")
-    handler, level, propagates = _Log(simulation), log.level, log.propagate
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
     # A loop that looks every millisecond for reports that take many of them is half of the steps of a run.
     plan = simulation.plan
     tick = _TICK_SECONDS + plan.latency / 2
@@ -1143,35 +1133,18 @@ def _product_in(simulation: Simulation) -> Iterator[None]:
     look = member._LONGEST_WAIT_SECONDS * (5 if plan.is_quiet else 1)
     try:
         with (
+            heard(_Log(simulation), {"outbox_core": logging.INFO}),
             patched(simulation.scheduler),
             patch.object(loop, "_TICK_SECONDS", tick),
             patch.object(member, "_LONGEST_WAIT_SECONDS", look),
         ):
             yield
     finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-        log.propagate = propagates
         scope.Producer, scope.Consumer, scope.AdminClient = originals
 
 
 def run(plan: Plan, *, trace: int = 0) -> Outcome:
     """Run a plan."""
     simulation = Simulation(plan, trace=trace)
-    with _garbage_is_kept(), _product_in(simulation):
-        try:
-            simulation.run()
-        finally:
-            for node in simulation.nodes:
-                node.crash()
-    scheduler = simulation.scheduler
-    return Outcome(
-        plan,
-        simulation.problem,
-        scheduler.now,
-        scheduler.steps,
-        len(simulation.committed),
-        simulation.faults,
-        simulation.seen,
-        list(scheduler.trace or ()),
-    )
+    run_to_its_end(simulation, _product_in(simulation))
+    return Outcome.of(plan, simulation, len(simulation.committed))
