@@ -69,31 +69,39 @@ def configure(**database):
     django.setup()
 
 
-def enqueue(journal, count, mark=None):
-    """Enqueue tasks that append their number to the journal, and perhaps one that kills its worker."""
-    from tests.integration.django.sample_tasks import kill_worker_once
-
-    call_command("migrate", verbosity=0)
+def in_threads(number, count, work):
+    """Call `work` on so many threads with one to four numbers at a time, until all below `count` are done."""
     numbers = iter(range(count))
     lock = threading.Lock()
 
     def take():
         with lock:
-            return [number for _, number in zip(range(random.randint(1, 4)), numbers, strict=False)]
+            return [each for _, each in zip(range(random.randint(1, 4)), numbers, strict=False)]
 
-    def work(_):
+    def run(_):
         try:
             while some := take():
-                if mark and count // 2 in some:
-                    kill_worker_once.enqueue(mark)
-                _enqueue_together(journal, some)
+                work(some)
         finally:
             connection.close()
 
+    with ThreadPoolExecutor(number) as threads:
+        list(threads.map(run, range(number)))
+
+
+def enqueue(journal, count, mark=None):
+    """Enqueue tasks that append their number to the journal, and perhaps one that kills its worker."""
+    from tests.integration.django.sample_tasks import kill_worker_once
+
+    def work(some):
+        if mark and count // 2 in some:
+            kill_worker_once.enqueue(mark)
+        _enqueue_together(journal, some)
+
+    call_command("migrate", verbosity=0)
     with connection.cursor() as cursor:
         cursor.execute("CREATE TABLE committed (number integer PRIMARY KEY)")
-    with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(work, range(_THREADS)))
+    in_threads(_THREADS, count, work)
 
 
 def _enqueue_together(journal, numbers):

@@ -192,7 +192,7 @@ _SITUATIONS: dict[str, dict[str, Any]] = {
     "an outcome that is not written is told": _WITH_TASKS,
     "a receiver's error is not the task's": _WITH_TASKS,
 }
-"""What differs from the plans of other runs, for rules that count in rare situations, or for tasks alone."""
+"""Changes of the plans of their runs, for rules that count in rare situations, or for tasks alone."""
 
 
 @contextmanager

@@ -184,7 +184,7 @@ _SITUATIONS: dict[str, dict[str, Any]] = {
     # One link is cut for minutes.
     "who cannot work leaves its group": LINKS_ALONE,
 }  # fmt: skip
-"""What differs from the plans of other runs, for rules that count in rare situations."""
+"""Changes of the plans of their runs, for rules that count in rare situations."""
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class ReceiverFails(Exception):
 
 
 _EXPECTED = (HandlerFails, psycopg.Error, DjangoError, OutboxError, KafkaException)
-"""What `consume` raises for what its handlers and the world do; anything else ends the run."""
+"""The errors of `consume` for what its handlers and the world do; any other ends the run."""
 
 
 def _task(function: Callable[..., object]) -> Task[Any, Any]:
@@ -156,7 +156,7 @@ class ConsumerPlan(QueuePlan):
 
 
 SITUATION: Mapping[str, Any] = MappingProxyType({})
-"""What differs in the plans of all runs: the situation in which a rule counts that is broken on purpose."""
+"""Changes of the plans of all runs: the situation in which a rule counts that is broken on purpose."""
 
 SENTINELS_IN_LOG = {
     "acceptance lost, tried again": "AcceptanceLost",

@@ -120,7 +120,7 @@ class QueuePlan(HarvestersPlan):
 
 
 SITUATION: Mapping[str, Any] = MappingProxyType({})
-"""What differs in the plans of all runs: the situation in which a rule counts that is broken on purpose."""
+"""Changes of the plans of all runs: the situation in which a rule counts that is broken on purpose."""
 
 _SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONCE", 20), (in_progress, "_SLACK", 8))
 """Batches and limits of the product that are small here, so that much happens between two of them."""

@@ -420,7 +420,7 @@ class DriverConnection:
 
     @property
     def info(self) -> Any:
-        """What the client knows of its session."""
+        """The session as its client knows it."""
         status = TransactionStatus.UNKNOWN if self.closed else self._status
         return SimpleNamespace(transaction_status=status, server_version=170_000, backend_pid=1)
 

@@ -223,7 +223,7 @@ def test_liveness_counts_from_what_ends_last():
 
 
 def test_liveness_knows_newcomers_that_were_ill_already():
-    """Who was ill when it began to lead has the longer patience of a newcomer, as long as it leads."""
+    """A harvester that was ill when it began to lead has the longer patience of a newcomer, as long as it leads."""
     simulation = Simulation(Plan(1, "exactly-once", (), harvesters=2))
     simulation.database.commit([StoredRecord(1, "orders", "a", b"w0a:1", None, None, -1, 0)])
     ill, well = simulation.nodes

@@ -18,7 +18,7 @@ _GOOD_END_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Role:
-    """What some processes do.
+    """A kind of processes.
 
     Attributes:
         name: of the role.

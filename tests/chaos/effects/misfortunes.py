@@ -1,4 +1,4 @@
-"""What happens to the first try of a few messages, and the notes of the processes to which it happens.
+"""The misfortunes of the first try of a few messages, and the notes of the processes that have them.
 
 The seed and the name of a message decide what happens to it. A file that is made exclusively lets it happen once, in
 whichever process the first try is, so that later tries succeed. Notes are lines that are written at once: a SIGKILL

@@ -8,15 +8,13 @@ Each transaction writes the ids of its tasks into a table, too.
 import os
 import random
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 
 from django.core.management import execute_from_command_line
 from django.db import connection, transaction
 
-from tests.acceptance.task_project import configure
+from tests.acceptance.task_project import configure, in_threads
 from tests.chaos.effects.misfortunes import Misfortune
 
 AGES = {
@@ -24,7 +22,7 @@ AGES = {
     "checked": {"CONN_MAX_AGE": None, "CONN_HEALTH_CHECKS": True},
     "a request": {"CONN_MAX_AGE": 0},
 }
-"""How long Django's connections live, in a process with this TEST_AGE."""
+"""The lifetime of Django's connections in a process with this TEST_AGE."""
 _THREADS = 4
 _ROLLED_BACK = 1 / 5
 
@@ -41,23 +39,12 @@ def main():
 
 def enqueue(count):
     """Enqueue so many tasks."""
-    numbers = iter(range(count))
-    lock = threading.Lock()
 
-    def take():
-        with lock:
-            return [number for _, number in zip(range(random.randint(1, 4)), numbers, strict=False)]
+    def work(some):
+        while not _enqueue_together(some):
+            pass
 
-    def work(_):
-        try:
-            while some := take():
-                while not _enqueue_together(some):
-                    pass
-        finally:
-            connection.close()
-
-    with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(work, range(_THREADS)))
+    in_threads(_THREADS, count, work)
 
 
 def _enqueue_together(numbers):

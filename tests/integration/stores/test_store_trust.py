@@ -637,7 +637,7 @@ def test_timeouts_of_the_role_do_not_end_sessions(scene, role):
 
 
 def test_a_session_that_is_frozen_within_a_transaction_is_ended(store):
-    """What it has locked is free for the next leader after the ten seconds of every silence."""
+    """Its locks are free for the next leader after the ten seconds of every silence."""
     assert store.table.query("SHOW idle_in_transaction_session_timeout") == [("10s",)]
 
 

@@ -68,7 +68,7 @@ def messages(text):
 
 
 def test_a_log_that_nobody_reads(pipe, monkeypatch):
-    """Who logs goes on; once the log is read again it tells how many lines are missing, and no line is torn."""
+    """Logging holds nobody up; once the log is read again it tells how many lines are missing, and no line is torn."""
     log_into(pipe, 0.05, monkeypatch)
     told = [f"{number} " + "x" * 5000 for number in range(100)]
     log(*told)

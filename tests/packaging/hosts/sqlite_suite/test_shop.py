@@ -27,7 +27,7 @@ class StockTests(TestCase):
 
 @pytest.mark.django_db
 def test_an_announcement(in_memory_outbox):
-    """What was stashed can be asked for, and what was rolled back does not count."""
+    """Stashed records can be asked for, and those that were rolled back do not count."""
     Stock.objects.create(product="pen", number=7)
     with pytest.raises(ZeroDivisionError), transaction.atomic():
         Stock.objects.create(product="ink", number=1 / 0)
