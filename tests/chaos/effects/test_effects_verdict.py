@@ -76,5 +76,5 @@ def test_what_is_wrong(wrong, kind):
     ],
 )
 def test_what_a_kill_explains(explained):
-    """A task that a killed worker had begun runs again, and so does one that was given back, as nothing could be written."""
+    """A task that a killed worker had begun runs again, and so does one whose worker could not write, and gave back."""
     assert judge(replace(RIGHT, **explained), GROUP, CONCURRENCY) == {}
